@@ -23,7 +23,7 @@ from transformers import (
     modeling_utils,
 )
 
-from tests.checkpoint.helpers.configs import BASE, write
+from tests.checkpoint.helpers.configs import BASE, base_of, write
 from tokasaurus.checkpoint import CheckpointError, read_model_info
 from tokasaurus.checkpoint.config_keys import GENERATION_KEYS, Use
 from tokasaurus.checkpoint.config_keys import keys_of as keys_of_family
@@ -131,7 +131,7 @@ REFUSED_VALUES: dict[str, Any] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_refused_key_is_named_and_its_neutral_values_are_accepted(family: str, tmp_path: Path) -> None:
     refused = {name for name, use in keys_of_family(FAMILIES[family]).items() if use is Use.REFUSED}
-    base = {"model_type": family, **BASE}
+    base = base_of(family)
     plain = read_model_info(write(tmp_path, base))
     for name in sorted(refused):
         with pytest.raises(CheckpointError, match=name):
@@ -156,6 +156,13 @@ APPLIED_VALUES: dict[str, Any] = {
     **dict.fromkeys(("qkv_bias", "bias"), True),
     **{"query_pre_attn_scalar": 77, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
     **{"hidden_activation": "silu", "sliding_window_pattern": 2, "rope_local_base_freq": 77.0, "logit_scale": 3.0},
+    **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"), 40),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "n_shared_experts"), 3),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "rotary_dim"), 32),
+    **dict.fromkeys(("decoder_sparse_step", "moe_layer_interval", "n_group", "topk_group", "first_k_dense_replace"), 2),
+    **{"mlp_only_layers": [1], "norm_topk_prob": True, "moe_norm_min": 0.1, "routed_scaling_factor": 3.0},
+    **{"moe_num_shared_experts": 1, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
+    **{"swiglu_alpha": 3.0, "swiglu_limit": 3.0},
     "layer_rope_theta": [0, 1e4, 7e5],
     "partial_rotary_factor": 0.25,
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
@@ -172,6 +179,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "use_sliding_window": {"max_window_layers": 1, "sliding_window": 9, "no_rope_layers": [1, 0, 1]},
     "sliding_window": {"use_sliding_window": True, "max_window_layers": 1, "no_rope_layers": [1, 0, 1]},
     "max_window_layers": {"use_sliding_window": True},
+    "intermediate_size": {"mlp_only_layers": [0], "first_k_dense_replace": 1},
+    **{key: {"num_experts": 40} for key in ("moe_topk", "num_experts_per_tok")},
+    "topk_group": {"n_group": 4},
 }
 """Without these keys, the key has no effect."""
 
@@ -179,7 +189,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_applied_key_changes_what_is_read_and_the_others_change_nothing(family: str, tmp_path: Path) -> None:
     checked = {"model_type", "architectures", "hidden_act", "layer_types"}  # one value each; see test_info
-    base = {"model_type": family, **BASE}
+    base = base_of(family)
     for name, use in keys_of_family(FAMILIES[family]).items():
         uses = keys_of_family(FAMILIES[family])
         needed = NEEDED.get(name, {}) if use is Use.APPLIED else {}

@@ -27,8 +27,8 @@ PROMPT = [11, 205, 77, 140, 31, 9, 254, 60] * 5
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
-    directory = tmp_path_factory.mktemp("mixtral")
-    oracle = save_tiny_model(directory, tiny_config("mixtral"))
+    directory = tmp_path_factory.mktemp("flex_olmo")
+    oracle = save_tiny_model(directory, tiny_config("flex_olmo"))
     save_byte_tokenizer(directory)
     return directory, oracle
 
@@ -64,7 +64,7 @@ def test_texts_are_the_same_after_a_sleep_without_weights(
 @pytest.mark.long
 def test_replicas_have_new_weights_also_after_a_death(model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     directory, old = model
-    new = save_tiny_model(tmp_path, tiny_config("mixtral"), seed=5)
+    new = save_tiny_model(tmp_path, tiny_config("flex_olmo"), seed=5)
     prompts = [[number, *PROMPT[number:]] for number in range(8)]
     with (
         running_toka(f"model={directory}", *FLAGS, "dp_size=2") as toka,
@@ -127,7 +127,7 @@ def test_a_plan_counts_the_parameters_of_the_class(model: tuple[Path, PreTrained
     ("flags", "words"),
     [
         (("tp_size=4",), "KV heads (2) cannot be divided among tp_size=4; tp_size may be 1, 2"),
-        (("model_impl=native",), "model_type 'mixtral' is not supported"),
+        (("model_impl=native",), "model_type 'flex_olmo' is not supported"),
         (("torch_compile=T",), "torch_compile=T: there is none for a model that transformers' class computes"),
     ],
 )

@@ -55,6 +55,11 @@ LONGROPE = {
     **{"rope_type": "longrope", "rope_theta": 1e4},
     **{"short_factor": [1 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]},
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_SIGMOID = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5},
+    "first_k_dense_replace": 0,
+}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "llama": [{"attention_bias": True, "mlp_bias": True}],
     "qwen2": [{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}],
@@ -165,6 +170,68 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ernie4_5": [{"head_dim": 32}, {"use_bias": True, "head_dim": 16}],
     "helium": [{"head_dim": 16, "attention_bias": True}],
     "seed_oss": [{"head_dim": 32}, {"attention_out_bias": True, "mlp_bias": True, "head_dim": 16}],
+    "qwen2_moe": [
+        {**_EXPERTS, "shared_expert_intermediate_size": 64, "sliding_window": 9},
+        {
+            **{**_EXPERTS, "shared_expert_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1]},
+            **{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2, "qkv_bias": False},
+        },
+    ],
+    "qwen3_moe": [
+        {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True},
+        {
+            **{**_EXPERTS, "head_dim": 32, "decoder_sparse_step": 2, "attention_bias": True},
+            **{"use_sliding_window": True, "sliding_window": 9},
+        },
+    ],
+    "mixtral": [{"num_local_experts": 6}, {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 9}],
+    "olmoe": [
+        {"num_experts": 9, "num_experts_per_tok": 4},
+        {"num_experts": 9, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True},
+    ],
+    "granitemoe": [
+        {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 3.0},
+        {"attention_bias": True, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_multiplier": 0.25},
+    ],
+    "ernie4_5_moe": [
+        {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32},
+        {
+            **{"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 0},
+            **{"use_bias": True, "moe_layer_interval": 2, "moe_layer_start_index": 0},
+        },
+    ],
+    "hunyuan_v1_moe": [
+        {
+            **{"head_dim": 16, "num_experts": 8, "moe_topk": 3},
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 1e4, "factor": 1.0},
+        },
+        {"head_dim": 32, "attention_bias": True, "num_experts": 4, "moe_topk": [2, 2, 2]},
+    ],
+    "glm4_moe": [
+        {**_SIGMOID, "head_dim": 16, "use_qk_norm": True, "n_group": 4, "topk_group": 2},
+        {**_SIGMOID, "head_dim": 32, "attention_bias": True, "first_k_dense_replace": 2, "norm_topk_prob": False},
+    ],
+    "dots1": [
+        {**_SIGMOID, "head_dim": 16, "sliding_window": 9, "max_window_layers": 1, "n_shared_experts": 2},
+        {
+            **{**_SIGMOID, "head_dim": 32, "attention_bias": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
+            **{"norm_topk_prob": True, "n_group": 2, "topk_group": 1, "sliding_window": None},
+        },
+    ],
+    "minimax_m2": [
+        {
+            **{"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3},
+            "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 0.5},
+        }
+    ],
+    "gpt_oss": [
+        {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 9},
+        {
+            **{"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+            **{"attention_bias": False, "swiglu_limit": 1.5, "swiglu_alpha": 0.7, "num_hidden_layers": 4},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ],
     "cwm": [{"bos_token_id": 1, "sliding_window": 9, "head_dim": 16, "rope_parameters": _LLAMA3_ROPE}],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
@@ -221,6 +288,9 @@ def save_random_model(
                 parameter.uniform_(-0.5, 0.5)
             else:
                 parameter.normal_(0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.15)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     save_byte_tokenizer(directory)
     return model

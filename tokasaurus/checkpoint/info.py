@@ -60,6 +60,8 @@ class ModelInfo:
     """dtype of the stored weights, such as "bfloat16"."""
     embedding_tensor: str = EMBEDDING
     """The stored tensor that is the embedding: HEAD where the two are tied and only the LM head is stored."""
+    stacks_experts: bool = False
+    """Whether the weights of a layer's experts are stored together, as in StoredTensors.stack."""
     quantization: Quantization | None = None
     """How weights in safetensors files are quantised; None: they are plain numbers. GGUF files say so themselves."""
     of_class: "ClassFacts | None" = None
@@ -95,15 +97,15 @@ class ModelInfo:
 
     @property
     def intermediate_size(self) -> int:
-        """Width of the widest MLP."""
-        return max(layer.mlp.width for layer in self.spec.layers)
+        """Width of the widest MLP; of experts, those of a token together."""
+        return max(layer.mlp.row_width for layer in self.spec.layers)
 
     @property
     def head_layers(self) -> float:
         """How many layers have as many parameters as the LM head."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        mlp = self.spec.layers[0].mlp
-        return self.vocab_size / (attention + (3 if mlp.is_gated else 2) * mlp.width)
+        mlp = self.spec.layers[-1].mlp
+        return self.vocab_size / (attention + mlp.num_outputs + mlp.row_width)
 
 
 def read_model_info(directory: Path, rope_scaling: Fields | None = None, impl: str = "auto") -> ModelInfo:

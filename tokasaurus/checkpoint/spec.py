@@ -5,9 +5,12 @@ interleaved channels or of a part of each head (see model/decoder/stored_tensors
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tokasaurus.checkpoint.rope import RopeInfo
+
+ROUTER = "mlp.gate"
+"""Name of a router within a layer."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu"]
 
@@ -67,14 +70,109 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GateLimits:
+    """A gated output is gate * sigmoid(alpha * gate) * (up + up_offset), with gates of at most `limit` and ups of at
+    most this magnitude."""
+
+    limit: float
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """The feed-forward of a layer."""
+    """A feed-forward of all tokens."""
 
     width: int
     activation: Activation = "silu"
     is_gated: bool = True
     """down(activation(gate(x)) * up(x)); otherwise down(activation(up(x)))."""
     has_bias: bool = False
+    gate_limits: GateLimits | None = None
+    """Of gates, in place of an activation; None: there is one."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """What tensor-parallel ranks divide."""
+        return (self.width,)
+
+    num_rows: ClassVar[int] = 0
+    """Copies of a token's input."""
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that its activation gives for a token."""
+        return self.width
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the linear layers whose input is x."""
+        return (1 + self.is_gated) * self.width
+
+
+RouterScores = Literal["softmax", "softmax_of_chosen", "sigmoid", "sparsemixer"]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How a token's experts are chosen and weighted: in float32, by scores of the outputs of a linear layer. Of experts
+    with the same score, the first are chosen."""
+
+    num_experts: int
+    num_chosen: int
+    scores: RouterScores = "softmax"
+    """"softmax_of_chosen": the largest outputs are chosen, and weights are the softmax of these. "sparsemixer": the
+    weight of each in turn is its softmax among those that are nearly as large, arXiv 2409.12136."""
+    has_bias: bool = False
+    has_choice_bias: bool = False
+    """Numbers are added to scores where experts are chosen, but not to weights."""
+    num_groups: int = 1
+    """Experts are in so many groups, adjacent ones in one; those of the best groups are chosen, which the sums of their
+    two largest scores decide."""
+    num_chosen_groups: int = 1
+    normalizes: bool = False
+    """Weights are divided by their sum over a token's experts."""
+    min_sum: float = 0.0
+    """What they are at least divided by."""
+    scale: float = 1.0
+    """Of weights, at last."""
+    jitter: float = 0.0
+    """Half of the relative distance at which "sparsemixer" leaves outputs out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The feed-forward of a layer where a router chooses some of the experts for each token."""
+
+    router: RouterSpec
+    expert: MLPSpec
+    """Each of them."""
+    shared: MLPSpec | None = None
+    """One that every token has, too."""
+    has_shared_gate: bool = False
+    """The shared one's output is multiplied by the sigmoid of a linear layer's."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """What tensor-parallel ranks divide."""
+        return (*self.expert.widths, *(() if self.shared is None else self.shared.widths))
+
+    @property
+    def num_rows(self) -> int:
+        """Copies of a token's input, one for each of its experts."""
+        return self.router.num_chosen
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that activations give for a token."""
+        own = self.router.num_chosen * self.expert.row_width
+        return own if self.shared is None else own + self.shared.row_width
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the linear layers whose input is x, for a token."""
+        own = self.router.num_experts + self.router.num_chosen * self.expert.num_outputs
+        return own if self.shared is None else own + self.shared.num_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +180,7 @@ class LayerSpec:
     """One decoder layer: hidden + attention, then hidden + MLP, each of the normed hidden states."""
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | ExpertsSpec
     attention_norm: NormSpec | None
     """Of attention's input."""
     mlp_norm: NormSpec | None
@@ -116,16 +214,18 @@ class LayerSpec:
             and attention.query_rotary is None
             and not attention.has_out_bias
             and attention.clip is None
-            and self.mlp == MLPSpec(self.mlp.width)
+            and self.mlp == MLPSpec(self.mlp.row_width)
         )
 
     @property
     def output_sizes(self) -> dict[str, int]:
         """Output features of the linear layers that share an input, by Llama's names."""
-        attention, width = self.attention, self.mlp.width
+        attention, mlp = self.attention, self.mlp
         query, key = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        sizes = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key, "mlp.up_proj": width}
-        return sizes | ({"mlp.gate_proj": width} if self.mlp.is_gated else {})
+        sizes = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
+        if isinstance(mlp, ExpertsSpec):
+            return sizes | {ROUTER: mlp.router.num_experts}
+        return sizes | {"mlp.up_proj": mlp.width} | ({"mlp.gate_proj": mlp.width} if mlp.is_gated else {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from tokasaurus.checkpoint.info import EMBEDDING, HEAD, ModelInfo
 from tokasaurus.checkpoint.json_files import CheckpointError, parse_json, read_json, unreadable
 from tokasaurus.checkpoint.quantized.config import Quantization
 from tokasaurus.checkpoint.quantized.tensors import join_tensors
+from tokasaurus.checkpoint.spec import ROUTER, ExpertsSpec, LayerSpec
 from tokasaurus.checkpoint.stored_tensors import StoredTensor
 from tokasaurus.messages.commands import FileState
 
@@ -151,14 +152,16 @@ def check_tensor_sizes(tensors: Mapping[str, StoredTensor], info: ModelInfo) -> 
     transformers' class computes are compared when they are loaded. Raises CheckpointError."""
     if not info.is_native:
         return
-    stored, sizes = FAMILIES[info.family].stored, info.spec.layers[0].output_sizes
+    stored, layers = FAMILIES[info.family].stored, info.spec.layers
     vocab_shape = (info.vocab_size, info.hidden_size)
     expected = {info.embedding_tensor: vocab_shape}
-    mlp = "mlp.gate_proj" if "mlp.gate_proj" in sizes else "mlp.up_proj"
-    for module in ("self_attn.q_proj", "self_attn.k_proj", mlp):
-        name, _ = stored.place(module)
-        size = sum(sizes[part] for part in stored.fused.get(name, (module,)))
-        expected[f"model.layers.0.{name}.weight"] = (size, info.hidden_size)
+    with_experts = [index for index, layer in enumerate(layers) if isinstance(layer.mlp, ExpertsSpec)]
+    for layer in {0, *with_experts[:1]}:
+        sizes = layers[layer].output_sizes
+        for module in ("self_attn.q_proj", "self_attn.k_proj", _first_of_mlp(layers[layer])):
+            name, _ = stored.place(module)
+            size = sum(sizes[part] for part in stored.fused.get(name, (module,)))
+            expected[f"model.layers.{layer}.{name}.weight"] = (size, info.hidden_size)
     if not info.tie_embeddings:
         expected[HEAD] = vocab_shape
     for name, shape in expected.items():
@@ -167,10 +170,20 @@ def check_tensor_sizes(tensors: Mapping[str, StoredTensor], info: ModelInfo) -> 
             raise CheckpointError(f"the checkpoint lacks tensor {name}{why}")
         if tensors[name].shape != shape:
             raise CheckpointError(f"tensor {name} has shape {tensors[name].shape}, but config.json makes it {shape}")
-    for layer in range(info.num_layers):
-        name = f"model.layers.{layer}.{stored.place(mlp)[0]}.weight"
+    for index, layer_spec in enumerate(layers):
+        name = f"model.layers.{index}.{stored.place(_first_of_mlp(layer_spec))[0]}.weight"
         if name not in tensors:
             raise CheckpointError(f"the checkpoint lacks tensor {name}: config.json has {info.num_layers} layers")
+        if isinstance(mlp := layer_spec.mlp, ExpertsSpec) and not info.stacks_experts:
+            count = mlp.router.num_experts
+            name = f"model.layers.{index}.{stored.name(f'mlp.experts.{count - 1}.down_proj')}.weight"
+            if name not in tensors:
+                raise CheckpointError(f"the checkpoint lacks tensor {name}: config.json has {count} experts")
+
+
+def _first_of_mlp(layer: LayerSpec) -> str:
+    """The module of the feed-forward by which a layer is known to be stored."""
+    return next(name for name in (ROUTER, "mlp.gate_proj", "mlp.up_proj") if name in layer.output_sizes)
 
 
 def is_old_buffer(name: str) -> bool:
@@ -261,6 +274,9 @@ def fit_to_tensors(
     tensors = read_tensors(files, info.quantization)
     if not info.is_native:
         return info
+    stack = FAMILIES[info.family].stored.stack
+    if stack is not None:
+        info = replace(info, stacks_experts=any(name.endswith(f".{stack.gate_up}") for name in tensors))
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
     if info.tie_embeddings and head is not None:
         if embedding is None:

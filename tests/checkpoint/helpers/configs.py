@@ -16,6 +16,12 @@ BASE: dict[str, Any] = {
 }
 
 
+def base_of(family: str) -> dict[str, Any]:
+    """BASE with the model_type, and keys without which the family's files are refused."""
+    needed = {"n_routed_experts": 8, "num_experts_per_tok": 2} if family == "dots1" else {}
+    return {"model_type": family, **BASE, **needed}
+
+
 def write(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     if generation is not None:

@@ -18,7 +18,7 @@ PROMPT = [11, 205, 77, 140, 31, 9, 254, 60] * 5
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", ["tp_size=2", "pp_size=2", "tp_size=2 pp_size=2"])
 def test_ranks_equal_transformers_with_old_and_new_weights(parallel: str, tmp_path: Path) -> None:
-    oracles = [save_tiny_model(tmp_path / str(seed), tiny_config("mixtral"), seed) for seed in range(2)]
+    oracles = [save_tiny_model(tmp_path / str(seed), tiny_config("flex_olmo"), seed) for seed in range(2)]
     expected = [oracle_greedy(oracle, PROMPT, 20) for oracle in oracles]
     save_byte_tokenizer(tmp_path / "0")
     with (

@@ -19,7 +19,8 @@ def fitted(layers: Sequence[LayerSpec]) -> Layers:
     """These layers, with the heads and the width of the stage."""
 
     def fit(layer: LayerSpec, plain: LayerSpec) -> LayerSpec:
-        own, mlp = plain.attention, replace(layer.mlp, width=plain.mlp.width)
+        assert isinstance(layer.mlp, MLPSpec)
+        own, mlp = plain.attention, replace(layer.mlp, width=plain.mlp.row_width)
         sizes: dict[str, Any] = {name: getattr(own, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
         return replace(layer, attention=replace(layer.attention, **sizes), mlp=mlp)
 

@@ -23,7 +23,7 @@ def weights_line(directory: Path, *flags: str) -> str:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_bytes_that_are_not_quantised_are_told(quantization: str, tmp_path: Path) -> None:
-    oracle = save_tiny_model(tmp_path, tiny_config("mixtral"))
+    oracle = save_tiny_model(tmp_path, tiny_config("flex_olmo"))
     save_byte_tokenizer(tmp_path)
     num_bytes = sum(
         4 * each.numel() for name, each in oracle.named_parameters() if ".experts." in name or ".gate." in name

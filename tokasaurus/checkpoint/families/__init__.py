@@ -7,6 +7,7 @@ from tokasaurus.checkpoint.families import (
     biases,
     cohere,
     exaone,
+    experts,
     gemma,
     glm,
     granite,
@@ -38,6 +39,7 @@ _GROUPS = (
     biases,
     hyperclova,
     hunyuan,
+    experts,
 )
 
 FAMILIES: dict[str, Family] = {name: family for group in _GROUPS for name, family in group.FAMILIES.items()}

@@ -1,13 +1,24 @@
 """What a family states: its config.json as a ModelSpec, its keys, and how its tensors are stored."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, json_object, positive_float, positive_int
 from tokasaurus.checkpoint.rope import MAX_CONTEXT, RopeInfo, parse_rope
-from tokasaurus.checkpoint.spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
+from tokasaurus.checkpoint.spec import (
+    Activation,
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    RouterSpec,
+)
 
 # Far above every published model. They keep the products of sizes below 2**63, and refuse a damaged or hostile file
 # before memory is allocated for it.
@@ -16,6 +27,9 @@ _MAX_HEADS = 1 << 16
 _MAX_HEAD_DIM = 1 << 14
 _MAX_WIDTH = 1 << 24  # of hidden states, of the MLP, and of the vocabulary
 _MAX_FACTOR = 1e6
+_MAX_EXPERTS = 1 << 14
+
+_OF_EXPERT = re.compile(r"(mlp\.experts\.)([0-9]+)(\..+)")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _LAYER_TYPES = {FULL: FULL, "attention": FULL, SLIDING: SLIDING}
@@ -29,12 +43,25 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """How the weights of a layer's experts are stored together: in tensors of one dimension more."""
+
+    gate_up: str
+    """Name of the tensor with gates and ups, within a layer."""
+    down: str
+    is_transposed: bool = False
+    """Inputs come before outputs, gates and ups are by turns, and biases are stored as name + "_bias"."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensors:
     """How a family's checkpoint has the tensors of Llama's layer."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """Name of a module here -> in the checkpoint, where they differ; within "model.layers.0." or at the top. Modules
-    are named as Llama's, and the norms of outputs "attention_out_norm" and "mlp_out_norm"."""
+    are named as Llama's, and the norms of outputs "attention_out_norm" and "mlp_out_norm"; a router "mlp.gate", a
+    module of each expert such as "mlp.experts.*.up_proj", one of the shared expert such as "mlp.shared.up_proj", and
+    its gate "mlp.shared_gate"."""
     fused: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Name of a module in the checkpoint -> modules here whose outputs it has, one after another."""
     adds_one: bool = False
@@ -43,10 +70,19 @@ class StoredTensors:
     """Rotary embedding turns adjacent channels, (0, 1), (2, 3), and so on, not those half a head apart."""
     norms_by_head: bool = False
     """Weights of the norms of queries and keys are stored by head, [heads, head size]."""
+    stack: ExpertStack | None = None
+    """How experts are stored in files that have them together; None: no files have."""
+    has_choice_bias_row: bool = False
+    """A router's choice bias is stored as a matrix of one row."""
+    has_draft_layers: bool = False
+    """Files may have layers beyond the model's own, which draft tokens and are not read."""
 
     def name(self, module: str) -> str:
         """Of a module here -> in the checkpoint."""
-        return self.names.get(module, module)
+        if module in self.names or not (expert := _OF_EXPERT.fullmatch(module)):
+            return self.names.get(module, module)
+        pattern = f"{expert[1]}*{expert[3]}"
+        return self.names.get(pattern, pattern).replace("*", expert[2])
 
     def place(self, module: str) -> tuple[str, list[str]]:
         """The checkpoint's module that has this one, and the modules here whose outputs come before it."""
@@ -79,6 +115,7 @@ class Settings:
 
     def __init__(self, fields: Fields, family: "Family") -> None:
         self.family = family
+        self._stored = fields
         self.fields = {**family.defaults, **fields}
         self.hidden_size = positive_int(self.fields, "hidden_size", _MAX_WIDTH)
         self.num_layers = positive_int(self.fields, "num_hidden_layers", _MAX_LAYERS)
@@ -132,6 +169,40 @@ class Settings:
             allowed = ", ".join(map(repr, _ACTIVATIONS))
             raise CheckpointError(f"{activation_key} {name!r} is not supported, only {allowed}")
         return MLPSpec(self.width, **{"activation": _ACTIVATIONS[name], **options})
+
+    def experts(
+        self,
+        num_experts: str,
+        width: str = "intermediate_size",
+        num_chosen: str = "num_experts_per_tok",
+        shared_width: int = 0,
+        has_shared_gate: bool = False,
+        mlp: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
+    ) -> ExpertsSpec:
+        """num_experts, width, num_chosen: keys; "|" is between keys of which one is there. shared_width: 0 if no expert
+        is shared. mlp: options of Settings.mlp. options: fields of RouterSpec."""
+        count_key, count = self._one_of(num_experts, _MAX_EXPERTS)
+        chosen_key, chosen = self._one_of(num_chosen, _MAX_EXPERTS)
+        if chosen > count:
+            raise CheckpointError(f"{chosen_key} {chosen} is more than {count_key} {count}")
+        router = RouterSpec(count, chosen, **options)
+        groups = router.num_groups
+        if count % groups or router.num_chosen_groups > groups:
+            raise CheckpointError(f"{count_key} {count}: {router.num_chosen_groups} of {groups} groups is not possible")
+        if groups > 1 and (count // groups < 2 or chosen > router.num_chosen_groups * (count // groups)):
+            raise CheckpointError(f"{chosen_key} {chosen}: {groups} groups have too few of {count_key} {count}")
+        expert = replace(self.mlp(**mlp), width=self._one_of(width, _MAX_WIDTH)[1])
+        if shared_width > _MAX_WIDTH:
+            raise CheckpointError(f"a shared expert of width {shared_width} is too large")
+        shared = replace(expert, width=shared_width) if shared_width else None
+        return ExpertsSpec(router, expert, shared, has_shared_gate)
+
+    def _one_of(self, keys: str, maximum: int) -> tuple[str, int]:
+        """The key that is there, or else has a default, and its value."""
+        names = keys.split("|")
+        name = next((each for each in names if self._stored.get(each) is not None), names[0])
+        return name, positive_int(self.fields, name, maximum)
 
     @cached_property
     def rope(self) -> RopeInfo:

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings
 from tokasaurus.checkpoint.json_files import CheckpointError
-from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
+from tokasaurus.checkpoint.spec import ExpertsSpec, LayerSpec, MLPSpec, ModelSpec
 
 
 def _granite(config: Settings) -> ModelSpec:
-    return config.model(_layer(config), config.norm(), **_scales(config))
+    return config.model(layer_of_granite(config, _mlp(config)), config.norm(), **scales_of_granite(config))
 
 
 def _granite_swa(config: Settings) -> ModelSpec:
-    plain, thetas = _layer(config, has_sinks=True), config.fields.get("layer_rope_theta")
+    plain, thetas = layer_of_granite(config, _mlp(config), has_sinks=True), config.fields.get("layer_rope_theta")
     thetas = [config.rope.theta] * config.num_layers if thetas is None else thetas
     if not isinstance(thetas, list) or any(type(theta) not in (int, float) for theta in thetas):
         raise CheckpointError(f"layer_rope_theta must be a list of numbers, not {thetas!r}")
@@ -25,38 +25,44 @@ def _granite_swa(config: Settings) -> ModelSpec:
         replace(plain, attention=replace(plain.attention, window=window, rotary=bases.index(theta) if theta else None))
         for window, theta in zip(windows, thetas, strict=True)
     ]
-    return config.model(layers, config.norm(), rotary=rotary or (config.rope,), **_scales(config))
+    return config.model(layers, config.norm(), rotary=rotary or (config.rope,), **scales_of_granite(config))
 
 
-def _layer(config: Settings, has_sinks: bool = False) -> LayerSpec:
+def layer_of_granite(config: Settings, mlp: MLPSpec | ExpertsSpec, has_sinks: bool = False) -> LayerSpec:
+    """With the multipliers of scores and residuals."""
     norm, bias, scale = config.norm(), config.flag("attention_bias"), config.number("attention_multiplier")
     attention = config.attention(scale=scale, has_qkv_bias=bias, has_out_bias=bias, has_sinks=has_sinks)
-    mlp = config.mlp(has_bias=config.flag("mlp_bias"))
     return LayerSpec(attention, mlp, norm, norm, residual_multiplier=config.number("residual_multiplier"))
 
 
-def _scales(config: Settings) -> dict[str, float]:
+def _mlp(config: Settings) -> MLPSpec:
+    return config.mlp(has_bias=config.flag("mlp_bias"))
+
+
+def scales_of_granite(config: Settings) -> dict[str, float]:
+    """Fields of ModelSpec."""
     embedding_scale, logits_scaling = config.number("embedding_multiplier"), config.number("logits_scaling")
     return {"embedding_scale": embedding_scale, "logit_scale": 1 / logits_scaling}
 
 
-_MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+"""Keys."""
 
 FAMILIES = {
     "granite": Family(
         "GraniteForCausalLM",
         _granite,
-        applied=("attention_bias", "mlp_bias", *_MULTIPLIERS),
-        defaults=dict.fromkeys(_MULTIPLIERS, 1.0),
+        applied=("attention_bias", "mlp_bias", *MULTIPLIERS),
+        defaults=dict.fromkeys(MULTIPLIERS, 1.0),
         is_kv_heads_optional=True,
         gguf=GGUFFiles("granite", is_permuted=True),
     ),
     "granite_swa": Family(
         "GraniteSWAForCausalLM",
         _granite_swa,
-        applied=("attention_bias", "mlp_bias", "sliding_window", "layer_rope_theta", *_MULTIPLIERS),
+        applied=("attention_bias", "mlp_bias", "sliding_window", "layer_rope_theta", *MULTIPLIERS),
         defaults={
-            **dict.fromkeys(_MULTIPLIERS, 1.0),
+            **dict.fromkeys(MULTIPLIERS, 1.0),
             **{"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True},
         },
         is_kv_heads_optional=True,

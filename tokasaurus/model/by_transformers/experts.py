@@ -48,8 +48,11 @@ class ClassExperts:
         """Replace a part of the parameter `name`."""
         if self.packed is None:
             self._module.get_parameter(name)[place].copy_(values)
-        else:
-            (self.packed.gate_up if name == "gate_up_proj" else self.packed.down).write(place, values)
+            return
+        weights = self.packed.gate_up if name == "gate_up_proj" else self.packed.down
+        own = range(len(weights.packed))[place[0]]
+        for expert, rows in zip(own, values.view(len(own), -1, values.shape[-1]), strict=True):
+            weights.packed[expert].write(place[1].start or 0, rows)
 
     def give_back(self) -> None:
         """Return the memory of packed weights to the system; `write` takes it again."""

@@ -7,16 +7,16 @@ from torch import Tensor
 
 from tokasaurus.checkpoint.spec import Activation
 from tokasaurus.model.cpu.bindings import PackedWeightsStruct
-from tokasaurus.model.cpu.layer_executor import BlockWeight, LayerKernels, PackedWeights
+from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights
 
-_MAX_ROWS = 8192
+MAX_ROWS = 8192
 """Rows of experts that are multiplied at a time: with more, intermediate results would take gigabytes."""
 
 # T tokens, each with K chosen ones of N experts; E hidden size, W width of an expert
 
 
 class ExpertWeights:
-    """The same linear layer of N experts: N weights [O, E]."""
+    """The same linear layer of N experts: N weights [O, E], with biases [N, O]. Rows have numbers through all."""
 
     def __init__(
         self,
@@ -24,18 +24,49 @@ class ExpertWeights:
         weights: Sequence[Tensor | BlockWeight],
         is_gated: bool = False,
         activation: Activation | None = None,
+        biases: Tensor | None = None,
     ) -> None:
         """is_gated, activation: as of PackedWeights."""
-        self.packed = [PackedWeights(kernels, weight, None, is_gated, activation) for weight in weights]
+        own_biases = [None] * len(weights) if biases is None else [*biases]
+        self.packed = [
+            PackedWeights(kernels, weight, bias, is_gated, activation)
+            for weight, bias in zip(weights, own_biases, strict=True)
+        ]
         self._kernels = kernels
         self._structs = (PackedWeightsStruct * len(weights))(*(each.struct for each in self.packed))
 
-    def write(self, place: tuple[slice, ...], values: Tensor) -> None:
-        """Replace rows of experts. place: in [N, O, E], with all columns; values: [n, rows, E], or an expert's
-        [rows, E]."""
-        own = self.packed[place[0]]
-        for packed, rows in zip(own, values.view(len(own), -1, values.shape[-1]), strict=True):
-            packed.write(place[1].start or 0, rows)
+    @property
+    def has_blocks(self) -> bool:
+        """Whether weights are quantised."""
+        return self.packed[0].has_blocks
+
+    @property
+    def num_weights(self) -> int:
+        return sum(each.num_weights for each in self.packed)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.packed)
+
+    @property
+    def _num_rows(self) -> int:
+        """Of an expert: gate rows count, too."""
+        return self.packed[0].num_weights // self.packed[0].in_size
+
+    def write(self, first_row: int, rows: Tensor) -> None:
+        """Replace rows of one expert. rows [n, E]."""
+        expert, row = divmod(first_row, self._num_rows)
+        self.packed[expert].write(row, rows)
+
+    def write_blocks(self, first_row: int, rows: BlockRows) -> None:
+        """Replace quantised rows of one expert, as PackedWeights.write_blocks."""
+        expert, row = divmod(first_row, self._num_rows)
+        self.packed[expert].write_blocks(row, rows)
+
+    def write_bias(self, first: int, values: Tensor) -> None:
+        """Replace numbers of one expert's bias."""
+        expert, row = divmod(first, self._num_rows)
+        self.packed[expert].write_bias(row, values)
 
     def give_back(self) -> None:
         """Return the memory to the system; `write` takes it again."""
@@ -67,7 +98,7 @@ class PackedExperts:
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """chosen: int64 [T, K], of the N experts. weights [T, K]."""
-        step = max(1, _MAX_ROWS // chosen.shape[1])
+        step = max(1, MAX_ROWS // chosen.shape[1])
         parts = zip(*(torch.split(each, step) for each in (x, chosen, weights)), strict=True)
         return torch.cat([self._part(*part) for part in parts])
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, cache_directory
 from tokasaurus.checkpoint.cache import build_once
+from tokasaurus.checkpoint.spec import MLPSpec
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedWeights
@@ -171,14 +172,13 @@ def _key(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> str:
 
 
 def _layer_shapes(info: ModelInfo) -> list[tuple[int, int]]:
-    """(in, out) of the gemms of one layer."""
+    """(in, out) of the gemms of one layer, but for experts: those are always the kernels'."""
     query_size, kv_size = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
-    return [
-        (info.hidden_size, query_size + 2 * kv_size),
-        (query_size, info.hidden_size),
-        (info.hidden_size, 2 * info.intermediate_size),
-        (info.intermediate_size, info.hidden_size),
-    ]
+    shapes = [(info.hidden_size, query_size + 2 * kv_size), (query_size, info.hidden_size)]
+    widths = [layer.mlp.width for layer in info.spec.layers if isinstance(layer.mlp, MLPSpec)]
+    if widths:
+        shapes += [(info.hidden_size, 2 * max(widths)), (max(widths), info.hidden_size)]
+    return shapes
 
 
 def _measure(kernels: Kernels, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> GemmChoice:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.checkpoint.block_types import dequantize_rows, inputs_of_row
-from tokasaurus.checkpoint.spec import Activation, LayerSpec, NormSpec
+from tokasaurus.checkpoint.spec import Activation, ExpertsSpec, LayerSpec, NormSpec
 from tokasaurus.model.cpu.bindings import (
     ACTIVATION_DTYPES,
     ACTIVATIONS,
@@ -298,7 +298,10 @@ class PackedLayers:
     @staticmethod
     def computes(layer: LayerSpec) -> bool:
         """Whether the kernels compute such a layer."""
-        return layer.mlp.activation in ACTIVATIONS and layer.attention.query_rotary is None
+        mlp = layer.mlp
+        if isinstance(mlp, ExpertsSpec) or mlp.gate_limits is not None:
+            return False
+        return mlp.activation in ACTIVATIONS and layer.attention.query_rotary is None
 
     def __init__(self, kernels: LayerKernels, layers: Sequence[PackedLayer]) -> None:
         self._kernels = kernels

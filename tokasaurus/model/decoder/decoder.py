@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
+from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.checkpoint.info import EMBEDDING, HEAD, HEAD_BIAS
-from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
+from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
 from tokasaurus.checkpoint.weight_files import is_old_buffer
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayer, PackedLayers
+from tokasaurus.model.decoder.experts import Experts, Router
 from tokasaurus.model.decoder.layers import (
     MLP,
     FusedColumnLinear,
@@ -175,7 +177,14 @@ class DecoderLayer(nn.Module):
             None if norm is None else Norm(norm, size, dtype) for norm in norms
         )
         self.attention = Attention(spec.attention, size, mesh, layer_index, dtype)
-        self.mlp = MLP(spec.mlp, size, mesh, dtype)
+        own = spec.mlp
+        self.mlp = MLP(own, size, mesh, dtype) if isinstance(own, MLPSpec) else Experts(own, size, mesh, dtype)
+
+    @property
+    def dense_mlp(self) -> MLP:
+        """The MLP of a layer that is known to have one."""
+        assert isinstance(self.mlp, MLP)
+        return self.mlp
 
     def table(self, cos_sin: Tensor) -> Tensor:
         """cos_sin [T, tables, D] -> the layer's, [T, 1, D]; or the one of queries and the one of keys, [T, 2, D]."""
@@ -213,9 +222,11 @@ class DecoderLayer(nn.Module):
         """This layer for the kernels; None unless all its linear layers are packed for them, and they compute such a
         layer."""
         attention, mlp = self.attention, self.mlp
-        if not PackedLayers.computes(self.spec):
+        if not PackedLayers.computes(self.spec) or isinstance(mlp, Experts):
             return None
-        qkv, out, gate_up, down = (linear.packed for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
+        qkv, out, gate_up, down = (
+            linear.packed_whole for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        )
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         mlp_norm = self.mlp_norm or (self.attention_norm if self.spec.is_parallel else None)
@@ -269,7 +280,7 @@ class Decoder(Model):
         self._rotary = RotaryTable(self._info.spec, self._info.head_dim, num_positions, device)
 
     def pack_module(self, module: nn.Module) -> None:
-        stored = Packing(is_int8=self._packing.is_int8)  # embedding and LM head stay as they are stored
+        stored = Packing(is_int8=self._packing.is_int8)  # embedding, LM head and routers stay as they are stored
         if module is self.head:
             assert isinstance(module, VocabShard)
             module.pack(self._layer_kernels, self.gemm_choice, module is self.embedding, stored)
@@ -278,7 +289,8 @@ class Decoder(Model):
             if module.has_blocks:
                 module.pack(self._layer_kernels, packing=stored)
         elif isinstance(module, Linear) and not isinstance(module, VocabShard) and self._compiler is None:
-            module.pack(self._layer_kernels, self.gemm_choice, packing=self._packing)
+            packing = stored if isinstance(module, Router) else self._packing
+            module.pack(self._layer_kernels, self.gemm_choice, packing=packing)
 
     def end_packing(self) -> None:
         """Pack the layers, once every module is packed, or compile the LM head where it is not."""
@@ -383,9 +395,13 @@ class Decoder(Model):
     def ignores(self, source: str) -> bool:
         """Whether to skip this checkpoint tensor, which the model does not use.
 
-        These are buffers of old checkpoints, and an LM head or embedding that is stored beside an equal one.
+        These are buffers of old checkpoints, an LM head or embedding that is stored beside an equal one, and layers
+        that draft tokens.
         """
-        return is_old_buffer(source) or (self._info.tie_embeddings and source in (EMBEDDING, HEAD))
+        if is_old_buffer(source) or (self._info.tie_embeddings and source in (EMBEDDING, HEAD)):
+            return True
+        is_of_layer = FAMILIES[self._info.family].stored.has_draft_layers and source.startswith("model.layers.")
+        return is_of_layer and int(source.split(".")[2]) >= self._info.num_layers
 
 
 def _without_target(shard: WeightShard) -> WeightShard:

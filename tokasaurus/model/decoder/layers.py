@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.spec import Activation, MLPSpec, NormSpec
+from tokasaurus.model.cpu.experts import ExpertWeights
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice, TorchGemm
 from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedNorm, PackedWeights, takes
 from tokasaurus.model.decoder.compile import Compiler
@@ -120,7 +121,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype), requires_grad=False) if bias else None
-        self.packed: PackedWeights | None = None
+        self.packed: PackedWeights | ExpertWeights | None = None
         self._choice = ALWAYS_KERNELS
         self._is_always_packed = True
         self._torch_gemm: TorchGemm | None = None
@@ -143,9 +144,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """norm: applied to x first."""
-        if self.packed is not None and self.runs_on_kernels(x.shape[0]):
-            return self.packed.multiply(x, None if norm is None else norm.packed)
+        if self.packed_whole is not None and self.runs_on_kernels(x.shape[0]):
+            return self.packed_whole.multiply(x, None if norm is None else norm.packed)
         return self._multiply_by_torch(x if norm is None else norm(x))
+
+    @property
+    def packed_whole(self) -> PackedWeights | None:
+        """Packed for the kernels, if it is a single layer."""
+        return self.packed if isinstance(self.packed, PackedWeights) else None
 
     def runs_on_kernels(self, num_rows: int) -> bool:
         """Whether the kernels compute the gemm for this number of rows of x."""
@@ -176,8 +182,7 @@ class Linear(nn.Module):
         if blocks is None:
             self.dequantised_types = [rows.type for rows in self._blocks.values()]
         if blocks is None or not choice.always_kernels:
-            for first_row, rows in self._blocks.items():
-                weight[first_row : first_row + len(rows.blocks)] = rows.dequantized()
+            self._fill_from_blocks()
         if by_kernels is not None:
             self.packed = self._pack(by_kernels, blocks or weight)
             self._choice, self._is_always_packed = choice, choice.always_kernels
@@ -188,6 +193,16 @@ class Linear(nn.Module):
         if self.packed is not None or not keep_weight:
             self.weight.data = weight.new_empty(0)
         self._blocks.clear()
+
+    def dequantise_blocks(self) -> None:
+        """Fill the rows of the weight that have come as blocks."""
+        self.dequantised_types = [rows.type for rows in self._blocks.values()]
+        self._fill_from_blocks()
+        self._blocks.clear()
+
+    def _fill_from_blocks(self) -> None:
+        for first_row, rows in self._blocks.items():
+            self.weight.data[first_row : first_row + len(rows.blocks)] = rows.dequantized()
 
     def _whole_blocks(self, kernels: LayerKernels, is_int8: bool) -> BlockWeight | None:
         """The weight, if all of it has come as blocks that fit into panels."""
@@ -251,7 +266,7 @@ class Linear(nn.Module):
             return functional.linear(x, self.weight.to(x.dtype), bias)
         return self._torch_gemm(x)
 
-    def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> PackedWeights:
+    def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> PackedWeights | ExpertWeights:
         return PackedWeights(kernels, weight, self.bias)
 
     def _fits(self, weight: BlockWeight, kernels: LayerKernels) -> bool:
@@ -296,8 +311,6 @@ class ActivatedLinear(FusedColumnLinear):
         )
         self.length = length
         self._spec = spec
-        function: Callable[[Tensor], Tensor] = ACTIVATIONS.get(spec.activation, lambda x: x)
-        self._function = function
 
     def features(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, 2 * length], the outputs of gate and up, or those of up, without the kernels."""
@@ -308,10 +321,7 @@ class ActivatedLinear(FusedColumnLinear):
 
     def activate(self, features: Tensor) -> Tensor:
         """What `features` gives -> [T, length]."""
-        if not self._spec.is_gated:
-            return self._function(features)
-        gate, up = features.chunk(2, dim=-1)
-        return self._function(gate) * up
+        return activated(features, self._spec)
 
     def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> PackedWeights:
         activation = None if self._spec.activation == "xielu" else self._spec.activation
@@ -327,6 +337,19 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu2": lambda x: functional.relu(x).square(),
 }
+
+
+def activated(features: Tensor, spec: MLPSpec) -> Tensor:
+    """Gates and ups [T, 2 W], or ups [T, W] -> [T, W]. An activation with weights is left to the MLP."""
+    function: Callable[[Tensor], Tensor] = ACTIVATIONS.get(spec.activation, lambda x: x)
+    if not spec.is_gated:
+        return function(features)
+    gate, up = features.chunk(2, dim=-1)
+    limits = spec.gate_limits
+    if limits is None:
+        return function(gate) * up
+    gate, up = gate.clamp(max=limits.limit), up.clamp(-limits.limit, limits.limit)
+    return gate * torch.sigmoid(limits.alpha * gate) * (up + limits.up_offset)
 
 
 class RowLinear(Linear):
@@ -453,19 +476,21 @@ class VocabShard(Linear):
         return rows_of_ranks((self._start, self._length), self._mesh, self._rows, token_ids)
 
     def _rows(self, indices: Tensor) -> Tensor:
-        return functional.embedding(indices, self.weight) if self.packed is None else self.packed.rows(indices)
+        return (
+            functional.embedding(indices, self.weight) if self.packed_whole is None else self.packed_whole.rows(indices)
+        )
 
     def reserve(self, num_rows: int) -> None:
         """Allocate memory for num_rows rows of logits, if the kernels compute them."""
-        if self.packed is not None:
-            self._logits = torch.zeros((num_rows, self._length), dtype=self.packed.activation_dtype)
+        if self.packed_whole is not None:
+            self._logits = torch.zeros((num_rows, self._length), dtype=self.packed_whole.activation_dtype)
 
     def logits(self, hidden: Tensor, norm: Norm) -> Tensor:
         """hidden [R, E], normalised by `norm` -> logits of this rank's token ids, [R, v], in its dtype. The next
         call may overwrite them."""
         scale, softcap = self._spec.logit_scale, self._spec.logit_softcap
-        if self.packed is not None and self.runs_on_kernels(hidden.shape[0]):
-            return self.packed.multiply(hidden, norm.packed, self.logits_memory(len(hidden)), scale, softcap)
+        if self.packed_whole is not None and self.runs_on_kernels(hidden.shape[0]):
+            return self.packed_whole.multiply(hidden, norm.packed, self.logits_memory(len(hidden)), scale, softcap)
         logits = self._product(self, hidden, norm)
         if scale != 1:
             logits = logits * scale
@@ -475,9 +500,9 @@ class VocabShard(Linear):
         """Memory for the kernels' logits, [R, v], in the activation dtype. Calls share it."""
         # Keep it: an allocation of this size would go back to the system when freed, and allocating it again, zeroed
         # and page by page, would take a quarter of the gemm's time.
-        assert self.packed is not None
+        assert self.packed_whole is not None
         if self._logits is None or len(self._logits) < num_rows:
-            self._logits = torch.empty((num_rows, self._length), dtype=self.packed.activation_dtype)
+            self._logits = torch.empty((num_rows, self._length), dtype=self.packed_whole.activation_dtype)
         return self._logits[:num_rows]
 
     def weight_shards(self, source: str) -> list[WeightShard]:

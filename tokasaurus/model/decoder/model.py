@@ -12,6 +12,7 @@ from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.spec import ModelSpec
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
+from tokasaurus.model.cpu.experts import ExpertWeights
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayers, PackedWeights
 from tokasaurus.model.decoder.compile import Compiler
@@ -202,8 +203,9 @@ class Model(nn.Module, ABC):
 
     @property
     def packed_weights(self) -> list[PackedWeights]:
-        """This rank's linear layers that the kernels compute."""
-        return [linear.packed for linear in self._linears() if linear.packed is not None]
+        """This rank's linear layers that the kernels compute, those of each expert by itself."""
+        packed = [linear.packed for linear in self._linears() if linear.packed is not None]
+        return [each for one in packed for each in (one.packed if isinstance(one, ExpertWeights) else [one])]
 
     @property
     def is_int8(self) -> bool:

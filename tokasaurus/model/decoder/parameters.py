@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.info import ClassFacts
-from tokasaurus.checkpoint.spec import LayerSpec, NormSpec
+from tokasaurus.checkpoint.spec import ExpertsSpec, LayerSpec, MLPSpec, NormSpec
 from tokasaurus.model.parallel.mesh import Mesh
 
 
@@ -33,12 +33,14 @@ def of_class(facts: ClassFacts, info: ModelInfo, mesh: Mesh) -> OfClass:
     return OfClass(num_all + embedding, in_linears + embedding, 0)
 
 
-def num_parameters(info: ModelInfo, mesh: Mesh) -> int:
-    """Parameters of this rank's part of the model. Raises ValueError if the model cannot be divided among the ranks."""
+def num_parameters(info: ModelInfo, mesh: Mesh, is_active: bool = False) -> int:
+    """Parameters of this rank's part of the model; is_active: with only so many experts as a token has.
+
+    Raises ValueError if the model cannot be divided among the ranks."""
     if info.of_class is not None:
         return of_class(info.of_class, info, mesh).num_all
     spec = info.spec
-    count = sum(_of_layer(spec.layers[index], info.hidden_size, mesh) for index in mesh.stage_layers(info))
+    count = sum(_of_layer(spec.layers[index], info.hidden_size, mesh, is_active) for index in mesh.stage_layers(info))
     is_first, is_last = mesh.is_first_stage, mesh.is_last_stage
     vocab = mesh.vocab_shard(info.vocab_size)[1]
     num_tables = is_first + is_last - (is_first and is_last and info.tie_embeddings)
@@ -46,8 +48,14 @@ def num_parameters(info: ModelInfo, mesh: Mesh) -> int:
     return count + is_last * (_of_norm(spec.final_norm, info.hidden_size) + vocab * spec.has_head_bias)
 
 
-def _of_layer(layer: LayerSpec, hidden_size: int, mesh: Mesh) -> int:
-    attention, mlp, is_first = layer.attention, layer.mlp, mesh.tp_rank == 0
+def num_in_routers(info: ModelInfo, mesh: Mesh) -> int:
+    """How many of the parameters are float32, whatever the model's dtype."""
+    own = (info.spec.layers[index].mlp for index in mesh.stage_layers(info))
+    return sum(_of_router(mlp, info.hidden_size) for mlp in own if isinstance(mlp, ExpertsSpec))
+
+
+def _of_layer(layer: LayerSpec, hidden_size: int, mesh: Mesh, is_active: bool) -> int:
+    attention, is_first = layer.attention, mesh.tp_rank == 0
     query = mesh.shard(attention.num_heads, "attention heads")[1] * attention.head_dim
     key = mesh.kv_head_shard(attention.num_kv_heads)[1] * attention.head_dim
     projected = query + 2 * key
@@ -56,13 +64,27 @@ def _of_layer(layer: LayerSpec, hidden_size: int, mesh: Mesh) -> int:
     if attention.norm_over == "width" or attention.norm_by_head:
         normed = query + key
     count += _of_norm(attention.query_key_norm, normed) + attention.has_sinks * query // attention.head_dim
-    width = mesh.shard(mlp.width, "intermediate_size")[1]
-    inputs = 1 + mlp.is_gated
-    count += (inputs + 1) * hidden_size * width + inputs * width * mlp.has_bias
-    count += is_first * hidden_size * (attention.has_out_bias + mlp.has_bias)  # added once, by the first rank
-    count += 4 * (mlp.activation == "xielu")
+    count += is_first * hidden_size * attention.has_out_bias  # added once, by the first rank
+    count += _of_mlp(layer.mlp, hidden_size, mesh, is_active)
     norms = layer.attention_norm, layer.mlp_norm, layer.attention_out_norm, layer.mlp_out_norm
     return count + sum(_of_norm(norm, hidden_size) for norm in norms)
+
+
+def _of_mlp(mlp: MLPSpec | ExpertsSpec, hidden_size: int, mesh: Mesh, is_active: bool) -> int:
+    if isinstance(mlp, ExpertsSpec):
+        num_experts = mlp.router.num_chosen if is_active else mlp.router.num_experts
+        count = _of_router(mlp, hidden_size) + num_experts * _of_mlp(mlp.expert, hidden_size, mesh, is_active)
+        return count if mlp.shared is None else count + _of_mlp(mlp.shared, hidden_size, mesh, is_active)
+    width = mesh.shard(mlp.width, "intermediate_size")[1]
+    inputs, is_first = 1 + mlp.is_gated, mesh.tp_rank == 0
+    count = (inputs + 1) * hidden_size * width + inputs * width * mlp.has_bias
+    return count + is_first * hidden_size * mlp.has_bias + 4 * (mlp.activation == "xielu")
+
+
+def _of_router(mlp: ExpertsSpec, hidden_size: int) -> int:
+    """With the gate of the shared expert."""
+    num_outputs, num_experts = mlp.router.num_experts + mlp.has_shared_gate, mlp.router.num_experts
+    return num_outputs * (hidden_size + mlp.router.has_bias) + num_experts * mlp.router.has_choice_bias
 
 
 def _of_norm(norm: NormSpec | None, size: int) -> int:

@@ -6,6 +6,7 @@ turns channels half a head apart, all of them: where a family turns adjacent one
 the rows of both projections change places, and the channels that stay have the frequency 0.
 """
 
+import re
 from dataclasses import replace
 from math import prod
 
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.families import FAMILIES, StoredTensors
-from tokasaurus.checkpoint.spec import AttentionSpec
+from tokasaurus.checkpoint.families.family import ExpertStack
+from tokasaurus.checkpoint.spec import AttentionSpec, ExpertsSpec, LayerSpec
 from tokasaurus.model.decoder.weights import WeightShard
 
+_OF_EXPERT = re.compile(r"mlp\.experts\.([0-9]+)\.(.+)")
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -34,6 +37,8 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
     if path.startswith("model.layers."):
         _, _, index, module = path.split(".", 3)
         prefix, layer = f"model.layers.{index}.", int(index)
+    if info.stacks_experts and (expert := _OF_EXPERT.fullmatch(module)) and stored.stack is not None:
+        return _in_stack(shard, stored.stack, prefix, int(expert[1]), f"{expert[2]}.{kind}", info.spec.layers[layer])
     name, before = stored.place(module)
     attention = info.spec.layers[layer].attention
     shape, part = shard.shape, shard.shard
@@ -47,6 +52,8 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
         shape = (prod(shape) // attention.head_dim, attention.head_dim)
         if part:
             part = (slice(part[0].start // attention.head_dim, part[0].stop // attention.head_dim), slice(None))
+    elif stored.has_choice_bias_row and module == "mlp.choice":
+        shape, part = (1, *shape), (slice(None), *part)
     order = None
     if module in _ROTATED and attention.rotary is not None and shard.target is not None:
         channels = channel_order(attention, info.spec.rotary[attention.rotary].num_rotated(attention.head_dim), stored)
@@ -62,6 +69,38 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
         order=order,
         added=1.0 if stored.adds_one and is_norm else 0.0,
         is_flattened=shape != shard.shape and len(shape) != len(shard.shape),
+    )
+
+
+def _in_stack(
+    shard: WeightShard, stack: ExpertStack, prefix: str, expert: int, own: str, layer: LayerSpec
+) -> WeightShard:
+    """own: the part's name within the expert, such as "up_proj.weight"."""
+    assert isinstance(layer.mlp, ExpertsSpec)
+    is_bias, is_down, is_up = own.endswith("bias"), own.startswith("down"), own.startswith("up")
+    source = f"{prefix}{stack.down if is_down else stack.gate_up}{'_bias' if is_bias else ''}"
+    shape, part, order = shard.shape, shard.shard, None
+    if not is_down:
+        width = shape[0]
+        shape = (2 * width, *shape[1:])
+        if part and stack.is_transposed:  # gates and ups are by turns
+            part = (slice(2 * part[0].start, 2 * part[0].stop), *part[1:])
+            order = torch.arange(int(is_up), part[0].stop - part[0].start, 2)
+        elif part:
+            part = (slice(part[0].start + is_up * width, part[0].stop + is_up * width), *part[1:])
+    is_transposed = stack.is_transposed and not is_bias
+    if is_transposed:
+        shape, part = shape[::-1], part[::-1]
+    return replace(
+        shard,
+        source=source,
+        shape=(layer.mlp.router.num_experts, *shape),
+        shard=(slice(expert, expert + 1), *part) if part else (),
+        take_blocks=None,
+        order=order,
+        is_flattened=is_bias,
+        is_stacked=not is_bias,
+        is_transposed=is_transposed,
     )
 
 

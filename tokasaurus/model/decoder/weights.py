@@ -52,8 +52,16 @@ class WeightShard:
     is_flattened: bool = False
     """The stored shard is a matrix, and the target is all of its numbers in one row."""
 
+    is_stacked: bool = False
+    """The stored shard is a stack of one matrix, [1, rows, columns]."""
+
+    is_transposed: bool = False
+    """The stored shard is the transpose of the target, in a stack of one matrix, [1, columns, rows]."""
+
     def arranged(self, data: Tensor) -> Tensor:
         """The stored shard as the target has it."""
+        if self.is_stacked or self.is_transposed:
+            data = data[0].T if self.is_transposed else data[0]
         if self.is_flattened:
             data = data.flatten()
         if self.order is not None:
@@ -62,7 +70,8 @@ class WeightShard:
 
     @property
     def is_rearranged(self) -> bool:
-        return self.order is not None or self.added != 0 or self.is_flattened
+        is_reshaped = self.is_flattened or self.is_stacked or self.is_transposed
+        return self.order is not None or self.added != 0 or is_reshaped
 
 
 def whole(source: str, target: Tensor, write: Callable[[Tensor], None]) -> WeightShard:

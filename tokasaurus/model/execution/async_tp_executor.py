@@ -84,7 +84,7 @@ def before_attention(layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor) -> tu
 
 def after_attention(layer: DecoderLayer, attended: Tensor, is_finite: Tensor, hidden: Tensor) -> Tensor:
     """attended [T, H, D], is_finite [T] from before_attention, hidden [S, E] -> hidden [S, E] for the next layer."""
-    attention, mlp, mesh = layer.attention, layer.mlp, layer.mesh
+    attention, mlp, mesh = layer.attention, layer.dense_mlp, layer.mesh
     assert layer.mlp_norm is not None
     torch._check(attended.shape[0] == hidden.shape[0] * mesh.tp_size)  # type: ignore[no-untyped-call]
     # Only this rank may have seen that a token is not finite, and another rank has its hidden state: the sum tells it.

@@ -65,7 +65,7 @@ class FusedExecutor:
         if self._num_tables > 1:  # kernels read a table as one piece of memory
             by_table = cos_sin.transpose(0, 1).contiguous().unsqueeze(2)
         for layer in self._layers:
-            attention, mlp = layer.attention, layer.mlp
+            attention, mlp = layer.attention, layer.dense_mlp
             assert layer.attention_norm is not None
             assert layer.mlp_norm is not None
             if self._num_tables > 1:

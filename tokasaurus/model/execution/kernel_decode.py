@@ -142,8 +142,8 @@ class KernelDecode:
         step = DecodeStepStruct(
             *(ELEMENT_CODES[model.activation_dtype], len(layers), model.head_dim, spec.num_rotary_tables),
             ctypes.addressof(layers),
-            *(_address(embedding.packed), _address(head.packed)),
-            None if embedding.packed is not None else embedding.weight.data_ptr(),
+            *(_address(embedding.packed_whole), _address(head.packed_whole)),
+            None if embedding.packed_whole is not None else embedding.weight.data_ptr(),
             *(model.embedding_scale, norm.packed.struct, spec.logit_scale, spec.logit_softcap or 0),
             cos_sin_of_position.data_ptr(),
             *(slots.positions.ctypes.data, slots.block_tables.ctypes.data, slots.block_tables.shape[1]),

@@ -61,7 +61,8 @@ class Mesh:
         self.shard(info.num_heads, "attention heads")
         if info.is_native:
             self.kv_head_shard(info.num_kv_heads)
-            self.shard(info.intermediate_size, "intermediate_size")
+            for width in sorted({width for layer in info.spec.layers for width in layer.mlp.widths}):
+                self.shard(width, "intermediate_size")
         else:
             self.shard(info.num_kv_heads, "KV heads")
         self.vocab_shard(info.vocab_size)

@@ -322,8 +322,8 @@ def compare_layers(model: Decoder) -> Iterator[Measured]:
             expected = torch.where(is_finite[:, None], expected, torch.nan)
         yield compared("add_norm (sum)", total, expected, tolerance)
         yield compared("add_norm (norm)", normed, mlp_norm(expected), tolerance)
-    gate_up = random.normal((4, 2 * layer.mlp.gate_up.length), dtype)
-    yield compared("silu_mul", triton_layers.silu_mul(gate_up), layer.mlp.gate_up.activate(gate_up), tolerance)
+    gate_up = random.normal((4, 2 * layer.dense_mlp.gate_up.length), dtype)
+    yield compared("silu_mul", triton_layers.silu_mul(gate_up), layer.dense_mlp.gate_up.activate(gate_up), tolerance)
 
 
 def compare_inputs(shape: KVShape) -> Iterator[Measured]:

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.checkpoint.spec import ExpertsSpec
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.buffer_sizes import (
@@ -21,6 +22,7 @@ from tokasaurus.model.buffer_sizes import (
     num_mask_words,
 )
 from tokasaurus.model.cpu.bindings import allocate_huge_pages
+from tokasaurus.model.cpu.experts import MAX_ROWS
 from tokasaurus.model.decoder.model import Model
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
@@ -449,6 +451,13 @@ def largest_forward(
         + num_rows * _HOST_INDICES_PER_ROW * _INDEX
         + num_rows * num_blocks * _BLOCK_TABLE_COPIES * 4
     )
+    # Experts: their rows before and after both products, some at a time, and all tokens' outputs twice.
+    of_experts = 0
+    for mlp in {layer.mlp for layer in layers}:
+        if isinstance(mlp, ExpertsSpec):
+            rows = min(num_tokens * mlp.num_rows, MAX_ROWS + mlp.num_rows)
+            row_bytes = (2 * info.hidden_size + 3 * mlp.expert.width) * activation_bytes + info.hidden_size * _FLOAT
+            of_experts = max(of_experts, rows * row_bytes + 2 * num_tokens * info.hidden_size * activation_bytes)
     panel_bytes = _MAX_PANEL * _FLOAT  # for each input
     widest = max(info.intermediate_size, query_size, info.hidden_size)
     return ForwardMemory(
@@ -463,6 +472,7 @@ def largest_forward(
         passing={
             "hidden states": num_tokens * hidden_row + num_logit_rows * info.hidden_size * activation_bytes,
             "attention": attention,
+            "experts": of_experts,
             "sampling": num_threads * _VOCABULARIES_PER_THREAD * info.vocab_size * _FLOAT + masks,
             "answers": answers,
             "batch": host + _OTHER,

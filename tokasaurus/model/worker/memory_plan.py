@@ -37,7 +37,7 @@ from tokasaurus.model.buffer_sizes import (
     sizes_for,
     workspace_bytes,
 )
-from tokasaurus.model.decoder.parameters import num_parameters, of_class
+from tokasaurus.model.decoder.parameters import num_in_routers, num_parameters, of_class
 from tokasaurus.model.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -281,7 +281,10 @@ class _Rank:
         info, shape = self.info, self.shape
         query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         attention_row = 2 * info.hidden_size + 2 * (query + 2 * kv) + query
-        return max(attention_row, 2 * info.hidden_size + 3 * (info.intermediate_size // self.mesh.tp_size))
+        # Of experts, a token has several rows, before the products and after.
+        num_rows = max(layer.mlp.num_rows for layer in info.spec.layers)
+        num_hidden = (2 + 3 * num_rows) * info.hidden_size
+        return max(attention_row, num_hidden + 3 * (info.intermediate_size // self.mesh.tp_size))
 
 
 Planned: TypeAlias = tuple[int, str] | None
@@ -311,6 +314,10 @@ def _weights(rank: _Rank) -> Planned:
     if info.tie_embeddings and len(ends) == 2:
         ends = ["embedding, which is also the LM head"]
     num_bytes = count * item
+    if num_wide := num_in_routers(info, mesh):
+        num_bytes += num_wide * (ITEM_BYTES["float32"] - item)
+        active = num_parameters(info, mesh, is_active=True)
+        what += f", {num_wide:,} of the parameters as 4 B, for routers; a token has {active:,} of all"
     if info.of_class is not None and sizes.activation_dtype is not None:
         of_rank, wide = of_class(info.of_class, info, mesh), ITEM_BYTES[sizes.activation_dtype]
         others = count - of_rank.num_in_linears

@@ -1,0 +1,148 @@
+"""Routers against sorting in plain Python, in float64, and the products of experts that torch computes."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.tiny_model import OPTIONS, VOCAB_SIZE, option_config, save_random_model
+from tests.model.helpers.greedy_decoding import load, run_whole_prompt
+from tokasaurus.checkpoint.families import FAMILIES
+from tokasaurus.checkpoint.families.experts import FAMILIES as WITH_EXPERTS
+from tokasaurus.checkpoint.spec import ExpertsSpec, RouterSpec
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu.layer_executor import LayerKernels
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.experts import Router, choose_experts, grouped_product, product_by_masks
+from tokasaurus.model.parallel.mesh import Mesh
+
+ROUTERS = {
+    "softmax": RouterSpec(9, 4),
+    "normalised": RouterSpec(9, 4, normalizes=True, scale=2.5),
+    "of chosen": RouterSpec(9, 3, "softmax_of_chosen"),
+    "sigmoid": RouterSpec(8, 3, "sigmoid", has_choice_bias=True, normalizes=True, min_sum=1e-20),
+    "groups": RouterSpec(12, 4, "sigmoid", has_choice_bias=True, num_groups=4, num_chosen_groups=2, scale=1.5),
+    "biased softmax": RouterSpec(8, 3, has_choice_bias=True, normalizes=True, min_sum=0.9),
+}
+
+
+def best(scores: list[float], count: int) -> list[int]:
+    """Indices of the largest; of equal ones, the first."""
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
+
+
+def route_in_python(outputs: list[float], spec: RouterSpec, bias: list[float]) -> dict[int, float]:
+    """The chosen experts and their weights, each step by itself."""
+    numbers = torch.tensor(outputs, dtype=torch.float64)
+    if spec.scores == "softmax_of_chosen":
+        scores = outputs
+    else:
+        scores = (numbers.sigmoid() if spec.scores == "sigmoid" else numbers.softmax(0)).tolist()
+    for_choice = [score + own for score, own in zip(scores, bias, strict=True)]
+    if spec.num_groups > 1:
+        size = spec.num_experts // spec.num_groups
+        of_groups = [for_choice[first : first + size] for first in range(0, spec.num_experts, size)]
+        chosen_groups = best([sum(sorted(group)[-2:]) for group in of_groups], spec.num_chosen_groups)
+        for_choice = [each if i // size in chosen_groups else -1e9 for i, each in enumerate(for_choice)]
+    chosen = best(for_choice, spec.num_chosen)
+    weights = [scores[index] for index in chosen]
+    if spec.scores == "softmax_of_chosen":
+        weights = torch.tensor(weights, dtype=torch.float64).softmax(0).tolist()
+    if spec.normalizes:
+        weights = [each / max(sum(weights), spec.min_sum) for each in weights]
+    return {index: weight * spec.scale for index, weight in zip(chosen, weights, strict=True)}
+
+
+@pytest.mark.parametrize("has_ties", [False, True])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_choose_as_plain_python_does(name: str, has_ties: bool) -> None:
+    """With ties, outputs are one of three numbers: of experts with equal scores, the first are chosen."""
+    spec = ROUTERS[name]
+    torch.manual_seed(0)
+    logits, bias = torch.randn(200, spec.num_experts) * 2, torch.randn(spec.num_experts) * 0.3
+    if has_ties:
+        logits, bias = torch.randint(-1, 2, logits.shape).float(), torch.randint(0, 2, bias.shape) * 0.0625
+        bias *= spec.num_groups == 1  # sums of rounded scores are not equal in float64 where they are here
+    bias = bias if spec.has_choice_bias else torch.zeros_like(bias)
+    chosen, weights = choose_experts(logits, spec, bias if spec.has_choice_bias else None)
+    found = set[tuple[int, ...]]()
+    for row, own, of_own in zip(logits.tolist(), chosen.tolist(), weights.tolist(), strict=True):
+        expected = route_in_python(row, spec, bias.tolist())
+        assert dict(zip(own, of_own, strict=True)) == pytest.approx(expected, rel=1e-5)
+        found.add(tuple(sorted(own)))
+    assert len(found) > 7
+
+
+def test_numbers_that_are_not_finite_choose_some_experts() -> None:
+    logits = torch.tensor([[torch.nan] * 12, [torch.inf] * 12, [-torch.inf] * 12])
+    for spec in (RouterSpec(12, 4), ROUTERS["groups"]):
+        chosen, _ = choose_experts(logits, spec, torch.zeros(12) if spec.has_choice_bias else None)
+        assert ((chosen >= 0) & (chosen < 12)).all()
+        assert all(len(set(row)) == 4 for row in chosen.tolist())
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "softmax_of_chosen"])
+def test_a_tokens_experts_do_not_depend_on_the_batch(scores: str) -> None:
+    """Bit for bit, by the kernels."""
+    torch.manual_seed(0)
+    router = Router(RouterSpec(16, 4, scores), 96, has_shared_gate=True)  # type: ignore[arg-type]
+    router.weight.data.normal_()
+    router.pack(LayerKernels(load_kernels()))
+    x = torch.randn(50, 96).bfloat16()
+    with torch.inference_mode():
+        together = router.route(x)
+        for row in range(50):
+            for alone, both in zip(router.route(x[row : row + 1]), together, strict=True):
+                assert torch.equal(alone[0], both[row])
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 1], [0, 7, 0, 0]])
+def test_grouped_products_are_those_of_each_group(counts: list[int]) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(sum(counts), 32), torch.randn(4, 16, 32)
+    ends = torch.tensor(counts).cumsum(0).int()
+    expected = torch.cat([own.double() @ w.double().T for own, w in zip(x.split(counts), weight, strict=True)])
+    for product in (grouped_product, product_by_masks):
+        torch.testing.assert_close(product(x, weight, ends).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def choices_of(model: Decoder) -> list[Tensor]:
+    """Filled by each forward: the experts of all tokens, of each layer that has them."""
+    found = list[Tensor]()
+    for layer in model.decoder_layers():
+        if isinstance(layer.spec.mlp, ExpertsSpec):
+            router = layer.mlp.router
+
+            def route(x: Tensor, own: Router = router) -> tuple[Tensor, Tensor, Tensor]:
+                result = Router.route(own, x)
+                found.append(result[0])
+                return result
+
+            router.route = route
+    return found
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_random_routers_choose_by_token_and_layer(family: str, tmp_path: Path) -> None:
+    """So that the comparisons with transformers see routing: experts of most tokens differ between layers."""
+    config = option_config(family, 0, num_hidden_layers=4)
+    save_random_model(tmp_path, config)
+    model, info = load(tmp_path, packed=True)
+    found = choices_of(model)
+    run_whole_prompt(model, info, Mesh(), None, torch.arange(100) * 7 % VOCAB_SIZE)
+    sets = [[tuple(sorted(row)) for row in layer.tolist()] for layer in found]
+    assert len(sets) >= 2
+    pairs = [
+        one != other for first, second in itertools.pairwise(sets) for one, other in zip(first, second, strict=True)
+    ]
+    share = sum(pairs) / len(pairs)
+    print(f"{family}: {share:.0%} of tokens have other experts in the next layer")
+    assert share > 0.5
+    assert all(len(set(layer)) > 3 for layer in sets)
+
+
+def test_the_tiny_models_have_all_families_with_experts() -> None:
+    assert set(WITH_EXPERTS) <= set(OPTIONS)
+    assert set(WITH_EXPERTS) <= set(FAMILIES)

@@ -1,0 +1,355 @@
+"""Families with experts whose layers are else those of dense families: Mixtral's and Qwen's kin, OLMoE, Granite, ERNIE
+4.5, Hunyuan, and GPT-OSS with sinks, biases and limited gates."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tokasaurus.checkpoint.families.family import ExpertStack, Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.granite import MULTIPLIERS, layer_of_granite, scales_of_granite
+from tokasaurus.checkpoint.families.hunyuan import attention_of_hunyuan, rope_of_hunyuan
+from tokasaurus.checkpoint.json_files import CheckpointError, positive_int
+from tokasaurus.checkpoint.spec import AttentionSpec, ExpertsSpec, GateLimits, LayerSpec, MLPSpec, ModelSpec, NormSpec
+
+
+def _layers(
+    config: Settings,
+    attentions: list[AttentionSpec],
+    experts: ExpertsSpec,
+    has_experts: Callable[[int], bool] = lambda _: True,
+    mlp: MLPSpec | None = None,
+    norm: NormSpec | None = None,
+) -> list[LayerSpec]:
+    """attentions: of each layer. mlp: of layers without experts."""
+    norm, mlp = norm or config.norm(), mlp or config.mlp()
+    return [
+        LayerSpec(attention, experts if has_experts(index) else mlp, norm, norm)
+        for index, attention in enumerate(attentions)
+    ]
+
+
+def _sparse_layers(config: Settings) -> Callable[[int], bool]:
+    """Which layers of Qwen's models have experts."""
+    dense, step = (
+        config.fields.get("mlp_only_layers") or [],
+        positive_int(config.fields, "decoder_sparse_step", 1 << 16),
+    )
+    if not isinstance(dense, list) or any(type(each) is not int for each in dense):
+        raise CheckpointError(f"mlp_only_layers must be a list of whole numbers, not {dense!r}")
+    return lambda index: index not in dense and (index + 1) % step == 0
+
+
+def _qwen2_moe(config: Settings) -> ModelSpec:
+    attention, first = config.attention(has_qkv_bias=config.flag("qkv_bias")), config.count("max_window_layers")
+    has_windows = config.flag("use_sliding_window")
+    windows = config.windows(lambda index: index % 2 == 0 and index < first) if has_windows else config.no_windows()
+    experts = config.experts(
+        *("num_experts|num_local_experts", "moe_intermediate_size"),
+        shared_width=positive_int(config.fields, "shared_expert_intermediate_size", 1 << 24),
+        has_shared_gate=True,
+        normalizes=config.flag("norm_topk_prob"),
+    )
+    attentions = [replace(attention, window=window) for window in windows]
+    return config.model(_layers(config, attentions, experts, _sparse_layers(config)), config.norm())
+
+
+def _qwen3_moe(config: Settings) -> ModelSpec:
+    norm, bias = config.norm(), config.flag("attention_bias")
+    window = config.window if config.flag("use_sliding_window") else None
+    attention = config.attention(has_qkv_bias=bias, has_out_bias=bias, query_key_norm=norm, window=window)
+    experts = config.experts(
+        "num_experts|num_local_experts", "moe_intermediate_size", normalizes=config.flag("norm_topk_prob")
+    )
+    layers = _layers(config, [attention for _ in config.no_windows()], experts, _sparse_layers(config))
+    return config.model(layers, norm)
+
+
+def _mixtral(config: Settings) -> ModelSpec:
+    attention = config.attention(window=config.window)
+    experts = config.experts("num_local_experts|num_experts", normalizes=True)
+    return config.model(_layers(config, [attention] * config.num_layers, experts), config.norm())
+
+
+def _olmoe(config: Settings) -> ModelSpec:
+    norm, bias = config.norm(), config.flag("attention_bias")
+    attention = config.attention(has_qkv_bias=bias, has_out_bias=bias, query_key_norm=norm, norm_over="width")
+    experts = config.experts("num_experts|num_local_experts", normalizes=config.flag("norm_topk_prob"))
+    return config.model(_layers(config, [attention for _ in config.no_windows()], experts), norm)
+
+
+def _granitemoe(config: Settings) -> ModelSpec:
+    experts = config.experts("num_local_experts", scores="softmax_of_chosen")
+    return config.model(layer_of_granite(config, experts), config.norm(), **scales_of_granite(config))
+
+
+def _ernie4_5_moe(config: Settings) -> ModelSpec:
+    bias, width = config.flag("use_bias"), positive_int(config.fields, "moe_intermediate_size", 1 << 24)
+    experts = config.experts(
+        *("moe_num_experts|num_experts|num_local_experts", "moe_intermediate_size", "moe_k|num_experts_per_tok"),
+        shared_width=config.count("moe_num_shared_experts") * width,
+        has_choice_bias=True,
+        normalizes=True,
+        min_sum=config.number("moe_norm_min"),
+    )
+    if experts.shared is not None:
+        experts = replace(experts, shared=replace(experts.shared, has_bias=bias))
+    start, step, end = (config.fields.get(f"moe_layer_{name}") for name in ("start_index", "interval", "end_index"))
+    if type(start) is not int or type(end) is not int or type(step) is not int or step < 1:
+        raise CheckpointError("moe_layer_start_index, moe_layer_end_index and moe_layer_interval must be whole numbers")
+    last = config.num_layers - 1 if end == -1 else end
+    attention = config.attention(has_qkv_bias=bias, has_out_bias=bias)
+    layers = _layers(
+        config,
+        [attention for _ in config.no_windows()],
+        experts,
+        lambda index: (index + 1) % step == 0 and start <= index <= last,
+        config.mlp(has_bias=bias),
+    )
+    return config.model(layers, config.norm(), has_head_bias=bias)
+
+
+def _hunyuan_v1_moe(config: Settings) -> ModelSpec:
+    for key in ("num_experts", "moe_topk"):  # files have a list, of each layer
+        value = config.fields.get(key)
+        if isinstance(value, list) and len(value) == config.num_layers and all(each == value[0] for each in value):
+            config.fields[key] = value[0]
+    experts = config.experts(
+        *("num_experts|num_local_experts", "intermediate_size", "moe_topk|num_experts_per_tok"),
+        shared_width=config.width,
+        normalizes=True,
+    )
+    rope = rope_of_hunyuan(config)
+    layers = _layers(config, [attention_of_hunyuan(config) for _ in config.no_windows()], experts)
+    return config.model(layers, config.norm(), rotary=(rope,))
+
+
+def _sigmoid_experts(config: Settings) -> ExpertsSpec:
+    """Of DeepSeek's router, which others have too."""
+    width = positive_int(config.fields, "moe_intermediate_size", 1 << 24)
+    return config.experts(
+        *("n_routed_experts", "moe_intermediate_size"),
+        shared_width=config.count("n_shared_experts") * width,
+        scores="sigmoid",
+        has_choice_bias=True,
+        num_groups=positive_int(config.fields, "n_group", 1 << 14),
+        num_chosen_groups=positive_int(config.fields, "topk_group", 1 << 14),
+        normalizes=config.flag("norm_topk_prob"),
+        min_sum=1e-20,
+        scale=config.number("routed_scaling_factor"),
+    )
+
+
+def _glm4_moe(config: Settings) -> ModelSpec:
+    norm, first = config.norm(), config.count("first_k_dense_replace")
+    own = norm if config.flag("use_qk_norm") else None
+    attention = config.attention(has_qkv_bias=config.flag("attention_bias"), query_key_norm=own)
+    attentions = [attention for _ in config.no_windows()]
+    return config.model(_layers(config, attentions, _sigmoid_experts(config), lambda index: index >= first), norm)
+
+
+def _dots1(config: Settings) -> ModelSpec:
+    norm, bias, first = config.norm(), config.flag("attention_bias"), config.count("first_k_dense_replace")
+    attention = config.attention(has_qkv_bias=bias, has_out_bias=bias, query_key_norm=norm)
+    full, has_windows = config.count("max_window_layers"), config.fields.get("sliding_window") is not None
+    windows = config.windows(lambda index: index >= full) if has_windows else config.no_windows()
+    attentions = [replace(attention, window=window) for window in windows]
+    return config.model(_layers(config, attentions, _sigmoid_experts(config), lambda index: index >= first), norm)
+
+
+def _minimax_m2(config: Settings) -> ModelSpec:
+    if (rotated := config.fields.get("rotary_dim")) is not None:
+        rotary_dim = positive_int({"rotary_dim": rotated}, "rotary_dim", config.head_dim)
+        config.fields.setdefault("partial_rotary_factor", rotary_dim / config.head_dim)
+    norm = config.norm()
+    attention = config.attention(query_key_norm=norm, norm_over="width")
+    experts = config.experts("num_local_experts|num_experts", scores="sigmoid", has_choice_bias=True, normalizes=True)
+    return config.model(_layers(config, [attention for _ in config.no_windows()], experts), norm)
+
+
+def _gpt_oss(config: Settings) -> ModelSpec:
+    bias = config.flag("attention_bias")
+    attention = config.attention(has_qkv_bias=bias, has_out_bias=bias, has_sinks=True)
+    limits = GateLimits(config.number("swiglu_limit"), config.number("swiglu_alpha"), up_offset=1.0)
+    mlp: dict[str, Any] = {"has_bias": True, "gate_limits": limits}
+    experts = config.experts("num_local_experts|num_experts", mlp=mlp, scores="softmax_of_chosen", has_bias=True)
+    attentions = [replace(attention, window=window) for window in config.windows(lambda index: index % 2 == 0)]
+    return config.model(_layers(config, attentions, experts), config.norm())
+
+
+_LOSSES = ("router_aux_loss_coef", "output_router_logits")
+_FUSED = ExpertStack("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_MIXTRAL = {
+    "mlp.gate": "block_sparse_moe.gate",
+    "mlp.choice": "block_sparse_moe",
+    **{
+        f"mlp.experts.*.{name}_proj": f"block_sparse_moe.experts.*.w{n}"
+        for name, n in (("gate", 1), ("up", 3), ("down", 2))
+    },
+}
+_SHARED = {f"mlp.shared.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+_QWEN = ("mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok")
+_COUNTS = ("num_experts", "num_local_experts")
+_SIGMOID = (
+    *("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size", "n_group"),
+    *("topk_group", "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "attention_bias"),
+)
+
+FAMILIES = {
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        _qwen2_moe,
+        applied=(
+            *(*_QWEN, *_COUNTS, "shared_expert_intermediate_size", "qkv_bias"),
+            *("use_sliding_window", "sliding_window", "max_window_layers"),
+        ),
+        without_effect=_LOSSES,
+        defaults={
+            **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "decoder_sparse_step": 1},
+            **{"shared_expert_intermediate_size": 5632, "qkv_bias": True, "sliding_window": 4096},
+            "max_window_layers": 28,
+        },
+        stored=StoredTensors(
+            {
+                **{f"mlp.shared.{name}_proj": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+                "mlp.shared_gate": "mlp.shared_expert_gate",
+            },
+            stack=_FUSED,
+        ),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _qwen3_moe,
+        applied=(*_QWEN, *_COUNTS, "attention_bias", "use_sliding_window", "sliding_window"),
+        without_effect=(*_LOSSES, "max_window_layers"),
+        defaults={
+            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1},
+            "sliding_window": 4096,
+        },
+        stored=StoredTensors(stack=_FUSED),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _mixtral,
+        applied=(*_COUNTS, "num_experts_per_tok", "sliding_window"),
+        without_effect=(*_LOSSES, "router_jitter_noise"),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+        stored=StoredTensors(_MIXTRAL),
+        is_kv_heads_optional=True,
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        _olmoe,
+        applied=(*_COUNTS, "num_experts_per_tok", "norm_topk_prob", "attention_bias"),
+        refused=("clip_qkv",),
+        without_effect=_LOSSES,
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+        stored=StoredTensors(stack=_FUSED),
+        is_kv_heads_optional=True,
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        _granitemoe,
+        applied=("num_local_experts", "num_experts_per_tok", "attention_bias", *MULTIPLIERS),
+        without_effect=_LOSSES,
+        defaults={**dict.fromkeys(MULTIPLIERS, 1.0), "num_local_experts": 8, "num_experts_per_tok": 2},
+        stored=StoredTensors(
+            {"mlp.gate": "block_sparse_moe.router.layer"},
+            stack=ExpertStack("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        ),
+        is_kv_heads_optional=True,
+    ),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeForCausalLM",
+        _ernie4_5_moe,
+        applied=(
+            *("moe_num_experts", *_COUNTS, "moe_k", "num_experts_per_tok", "moe_intermediate_size", "use_bias"),
+            *("moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+            "moe_norm_min",
+        ),
+        without_effect=_LOSSES,
+        defaults={
+            **{"rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True, "moe_num_experts": 64, "moe_k": 6},
+            **{"moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+            **{"moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12},
+        },
+        stored=StoredTensors(
+            {**_SHARED, "mlp.choice": "mlp.moe_statics"}, is_interleaved=True, has_choice_bias_row=True, stack=_FUSED
+        ),
+        is_kv_heads_optional=True,
+    ),
+    "hunyuan_v1_moe": Family(
+        "HunYuanMoEV1ForCausalLM",
+        _hunyuan_v1_moe,
+        applied=(*_COUNTS, "moe_topk", "num_experts_per_tok", "attention_bias"),
+        without_effect=("eod_token_id", "sep_token_id", "output_router_logits"),
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1},
+        stored=StoredTensors(
+            {
+                **{
+                    f"self_attn.{short}_norm": f"self_attn.{name}_layernorm"
+                    for short, name in (("q", "query"), ("k", "key"))
+                },
+                **{f"mlp.shared.{name}_proj": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
+                "mlp.gate": "mlp.gate.wg",
+            },
+            stack=_FUSED,
+        ),
+        is_kv_heads_optional=True,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        _glm4_moe,
+        applied=(*_SIGMOID, "use_qk_norm"),
+        refused=("num_local_experts",),
+        without_effect=(*_LOSSES, "num_mtp_layers", "num_nextn_predict_layers"),
+        defaults={
+            **{"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "n_routed_experts": 128, "num_experts_per_tok": 8},
+            **{"n_shared_experts": 1, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1},
+            **{"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1},
+        },
+        stored=StoredTensors({**_SHARED, "mlp.choice": "mlp.gate"}, stack=_FUSED, has_draft_layers=True),
+        has_partial_rotary=True,
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        _dots1,
+        applied=(*_SIGMOID, "sliding_window", "max_window_layers"),
+        refused=("num_local_experts",),
+        without_effect=_LOSSES,
+        defaults={
+            **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
+            **{"moe_intermediate_size": 1408, "sliding_window": 4096, "max_window_layers": 62, "n_shared_experts": 0},
+        },
+        stored=StoredTensors({**_SHARED, "mlp.choice": "mlp.gate"}, stack=_FUSED),
+        is_kv_heads_optional=True,
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        _minimax_m2,
+        applied=(*_COUNTS, "num_experts_per_tok", "rotary_dim"),
+        without_effect=(*_LOSSES, "router_jitter_noise"),
+        defaults={"head_dim": 128, "rope_theta": 5e6, "num_local_experts": 256, "num_experts_per_tok": 8},
+        stored=StoredTensors(_MIXTRAL),
+        has_partial_rotary=True,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _gpt_oss,
+        applied=(*_COUNTS, "num_experts_per_tok", "attention_bias", "sliding_window", "swiglu_alpha", "swiglu_limit"),
+        without_effect=_LOSSES,
+        defaults={
+            **{"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64, "sliding_window": 128},
+            **{"attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4},
+            **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+                **{"original_max_position_embeddings": 4096, "rope_theta": 150000.0},
+            },
+        },
+        stored=StoredTensors(
+            {"mlp.gate": "mlp.router"},
+            stack=ExpertStack("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),
+        ),
+        is_kv_heads_optional=True,
+    ),
+}

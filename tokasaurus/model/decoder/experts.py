@@ -1,0 +1,294 @@
+"""The feed-forward of a layer with experts: the router, the experts' linear layers, and a shared expert."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tokasaurus.checkpoint.spec import ExpertsSpec, MLPSpec, RouterSpec
+from tokasaurus.model.cpu.bindings import ACTIVATIONS
+from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts
+from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
+from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights, takes
+from tokasaurus.model.decoder.layers import MLP, PLAIN, FusedColumnLinear, Linear, Norm, OutputShard, activated
+from tokasaurus.model.decoder.quantize import Packing
+from tokasaurus.model.decoder.weights import WeightShard, whole
+from tokasaurus.model.parallel.collectives import sum_over_shards
+from tokasaurus.model.parallel.mesh import Mesh
+
+# T tokens, each with K chosen ones of N experts; R rows of experts, T * K; E hidden size, W width of an expert
+
+
+class Router(FusedColumnLinear):
+    """x [T, E] -> the experts of each token. Its last output is the shared expert's gate, where there is one."""
+
+    def __init__(self, spec: RouterSpec, hidden_size: int, has_shared_gate: bool) -> None:
+        outputs = [OutputShard("gate", spec.num_experts, 0, spec.num_experts)]
+        outputs += [OutputShard("shared_gate", 1, 0, 1)] if has_shared_gate else []
+        super().__init__(hidden_size, outputs, spec.has_bias, torch.float32)
+        self.spec = spec
+        self.choice_bias = None
+        if spec.has_choice_bias:
+            self.choice_bias = nn.Parameter(torch.empty(spec.num_experts), requires_grad=False)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, E] -> experts, int64 [T, K]; their weights, float32 [T, K]; the shared one's gate, [T, 1] or [T, 0]."""
+        outputs: Tensor = self(x.float())
+        logits, shared = outputs[:, : self.spec.num_experts], outputs[:, self.spec.num_experts :]
+        return *choose_experts(logits, self.spec, self.choice_bias), shared.sigmoid()
+
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        shards = super().weight_shards(prefix)
+        if self.choice_bias is not None:
+            name = f"{prefix}choice.e_score_correction_bias"
+            shards.append(whole(name, self.choice_bias, self._write_choice_bias))
+        return shards
+
+    def _write_choice_bias(self, values: Tensor) -> None:
+        assert self.choice_bias is not None
+        self.choice_bias.data.copy_(values)
+
+
+def choose_experts(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logits: float32 [T, N], choice_bias [N] -> experts, int64 [T, K], and their weights, float32 [T, K]."""
+    if spec.scores == "sparsemixer":
+        return _mix_sparsely(logits, spec)
+    if spec.scores == "softmax_of_chosen":
+        scores = logits
+    else:
+        scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(-1)
+    for_choice = scores if choice_bias is None else scores + choice_bias
+    if spec.num_groups > 1:
+        groups = for_choice.view(len(scores), spec.num_groups, -1)
+        chosen_groups = largest(groups.topk(2).values.sum(-1), spec.num_chosen_groups)
+        is_left_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=logits.device)
+        is_left_out.scatter_(1, chosen_groups, False)
+        for_choice = groups.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(1)
+    chosen = largest(for_choice, spec.num_chosen)
+    weights = scores.gather(1, chosen)
+    if spec.scores == "softmax_of_chosen":
+        weights = weights.softmax(-1)
+    if spec.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.min_sum)
+    return chosen, weights if spec.scale == 1 else weights * spec.scale
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """scores: float32 [T, N] -> int64 [T, count]: indices of the largest, these first; of equal ones, the first are
+    chosen, unlike by torch.topk."""
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers in the order of the numbers
+    last = scores.shape[1] - 1
+    indices = torch.arange(last, -1, -1, device=scores.device)
+    return last - ((ordered << 32) | indices).topk(count).values.bitwise_and_(0xFFFFFFFF)
+
+
+def _mix_sparsely(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    """As choose_experts."""
+    left, all_chosen, weights = logits, list[Tensor](), list[Tensor]()
+    for _ in range(spec.num_chosen):
+        chosen = largest(left, 1)
+        most = left.gather(1, chosen)
+        is_far = (most - logits) / logits.abs().clamp(min=most) > 2 * spec.jitter
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(-1).gather(1, chosen))
+        left = left.scatter(1, chosen, -torch.inf)
+        all_chosen.append(chosen)
+    return torch.cat(all_chosen, 1), torch.cat(weights, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShard:
+    """A matrix that each expert has in the checkpoint, and this rank's part of it."""
+
+    source: str
+    shape: tuple[int, int]
+    rows: slice
+    columns: slice
+
+    @property
+    def num_rows(self) -> int:
+        return len(range(*self.rows.indices(self.shape[0])))
+
+
+class ExpertLinear(Linear):
+    """The same linear layer of N experts: weight [N * O, in], the outputs of one after those of another."""
+
+    def __init__(self, num_experts: int, shards: Sequence[ExpertShard], bias: bool, dtype: torch.dtype) -> None:
+        """shards: of an expert; all have the same columns."""
+        self.num_rows = sum(shard.num_rows for shard in shards)
+        _, columns = shards[0].shape
+        in_size = len(range(*shards[0].columns.indices(columns)))
+        super().__init__(in_size, num_experts * self.num_rows, bias, dtype)
+        self.num_experts = num_experts
+        self._shards = tuple(shards)
+
+    @property
+    def experts(self) -> ExpertWeights | None:
+        """Packed for the kernels."""
+        assert self.packed is None or isinstance(self.packed, ExpertWeights)
+        return self.packed
+
+    def pack(
+        self,
+        kernels: LayerKernels | None,
+        choice: GemmChoice = ALWAYS_KERNELS,
+        keep_weight: bool = False,
+        packing: Packing = PLAIN,
+    ) -> None:
+        """For the kernels, if they multiply by such weights; else it stays as it is."""
+        if kernels is None or choice.always_torch or not takes(self.weight):
+            self.dequantise_blocks()
+        else:
+            super().pack(kernels, ALWAYS_KERNELS, keep_weight, packing)
+
+    def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [R, in], rows of expert n up to ends[n] -> [R, O], by torch. ends: int32 [N]."""
+        weight = self.weight.view(self.num_experts, self.num_rows, -1).to(x.dtype)
+        product = grouped_product(x, weight, ends)
+        if self.bias is None:
+            return product
+        experts = torch.searchsorted(ends, torch.arange(len(x), dtype=ends.dtype, device=x.device), right=True)
+        return product + self.bias.view(self.num_experts, -1)[experts].to(x.dtype)
+
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        found = []
+        for expert in range(self.num_experts):
+            row = expert * self.num_rows
+            for shard in self._shards:
+                name, rows = f"{prefix}{expert}.{shard.source}", slice(row, row + shard.num_rows)
+                functions = partial(self.write_weight, row), partial(self.take_blocks, row)
+                part = shard.rows, shard.columns
+                found.append(WeightShard(f"{name}.weight", shard.shape, part, self.weight[rows], *functions))
+                if self.bias is not None:
+                    write = partial(self.write_bias, row)
+                    found.append(WeightShard(f"{name}.bias", shard.shape[:1], part[:1], self.bias[rows], write))
+                row = rows.stop
+        return found
+
+    def _by_expert(self, weight: Tensor | BlockWeight) -> list[Tensor | BlockWeight]:
+        if isinstance(weight, Tensor):
+            return [*weight.view(self.num_experts, self.num_rows, -1)]
+        return [
+            BlockWeight(weight.in_size, weight.dtype, _rows_of(weight.parts, first, self.num_rows), weight.is_int8)
+            for first in range(0, weight.num_rows, self.num_rows)
+        ]
+
+    def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> ExpertWeights:
+        biases = None if self.bias is None else self.bias.view(self.num_experts, -1)
+        return ExpertWeights(kernels, self._by_expert(weight), biases=biases)
+
+    def _fits(self, weight: BlockWeight, kernels: LayerKernels) -> bool:
+        each = (each for each in self._by_expert(weight) if isinstance(each, BlockWeight))
+        return all(PackedWeights.fits(expert, kernels.panel_size) for expert in each)
+
+
+class ActivatedExpertLinear(ExpertLinear):
+    """Gates and ups of N experts. The kernels give activation(gate) * up, unless a torch function has to."""
+
+    def __init__(self, num_experts: int, shards: Sequence[ExpertShard], spec: MLPSpec, dtype: torch.dtype) -> None:
+        super().__init__(num_experts, shards, spec.has_bias, dtype)
+        self._spec = spec
+        self.is_fused = spec.gate_limits is None and spec.activation in ACTIVATIONS
+        """Whether the kernels apply the activation."""
+
+    def activated(self, features: Tensor) -> Tensor:
+        """[R, 2 W] -> [R, W]."""
+        return activated(features, self._spec)
+
+    def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> ExpertWeights:
+        biases = None if self.bias is None else self.bias.view(self.num_experts, -1)
+        activation = self._spec.activation if self.is_fused else None
+        return ExpertWeights(kernels, self._by_expert(weight), self.is_fused, activation, biases)
+
+    def _fits(self, weight: BlockWeight, kernels: LayerKernels) -> bool:
+        each = (each for each in self._by_expert(weight) if isinstance(each, BlockWeight))
+        return all(PackedWeights.fits(expert, kernels.panel_size, self.is_fused) for expert in each)
+
+
+def _rows_of(parts: Sequence[BlockRows], first: int, num_rows: int) -> tuple[BlockRows, ...]:
+    """Of all rows of the parts, num_rows from `first` on."""
+    found, start = list[BlockRows](), 0
+    for part in parts:
+        rows = part.blocks[max(0, first - start) : max(0, first + num_rows - start)]
+        found += [BlockRows(part.type, rows)] if len(rows) else []
+        start += len(part.blocks)
+    return tuple(found)
+
+
+class Experts(nn.Module):
+    """x [T, E] -> [T, E]: of each token, the sum of its experts' down(activation(gate(x)) * up(x)), each times its
+    weight, and the shared expert's."""
+
+    def __init__(self, spec: ExpertsSpec, hidden_size: int, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        expert, num_experts = spec.expert, spec.router.num_experts
+        assert expert.is_gated
+        start, length = mesh.shard(expert.width, "intermediate_size")
+        own, everything = slice(start, start + length), slice(None)
+        inner, outer = (expert.width, hidden_size), (hidden_size, expert.width)
+        gate_up = [ExpertShard(name, inner, own, everything) for name in ("gate_proj", "up_proj")]
+        down = [ExpertShard("down_proj", outer, everything, own)]
+        self.router = Router(spec.router, hidden_size, spec.has_shared_gate)
+        self.gate_up = ActivatedExpertLinear(num_experts, gate_up, expert, dtype)
+        self.down = ExpertLinear(num_experts, down, expert.has_bias and mesh.tp_rank == 0, dtype)
+        self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, mesh, dtype)
+        self._mesh = mesh
+        self._has_bias = expert.has_bias
+
+    def forward(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """norm: applied to x first."""
+        x = x if norm is None else norm(x)
+        chosen, weights, shared_gate = self.router.route(x)
+        own = sum_over_shards(self._of_chosen(x, chosen, weights), self._mesh)
+        if self.shared is None:
+            return own
+        shared: Tensor = self.shared(x, None)
+        return own + (shared * shared_gate.to(x.dtype) if shared_gate.shape[1] else shared)
+
+    def _of_chosen(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """This rank's part of the chosen experts' sum, [T, E]."""
+        gate_up, down = self.gate_up.experts, self.down.experts
+        if gate_up is not None and down is not None:
+            gate = None if self.gate_up.is_fused else self.gate_up.activated
+            return PackedExperts(gate_up, down, gate)(x, chosen, weights)
+        num_chosen = chosen.shape[1]
+        experts, order = chosen.flatten().sort(stable=True)
+        indices = torch.arange(self.gate_up.num_experts, device=x.device)
+        ends = torch.searchsorted(experts, indices, right=True, out_int32=True)
+        features = self.gate_up.activated(self.gate_up.multiply(x[order // num_chosen], ends))
+        by_expert = self.down.multiply(features, ends)
+        by_token = torch.empty(by_expert.shape, dtype=torch.float32, device=x.device)
+        by_token[order] = by_expert.float()
+        weighted = by_token.view(*chosen.shape, -1) * weights.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype)
+
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        shards = self.router.weight_shards(prefix)
+        shards += self.gate_up.weight_shards(f"{prefix}experts.") + self.down.weight_shards(f"{prefix}experts.")
+        if self._has_bias and self.down.bias is None:  # the first rank has them
+            shards += [
+                WeightShard(f"{prefix}experts.{expert}.down_proj.bias", (self.down.num_rows,), (), None)
+                for expert in range(self.down.num_experts)
+            ]
+        return shards if self.shared is None else shards + self.shared.weight_shards(f"{prefix}shared.")
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [R, in], weight [N, O, in], ends int32 [N] -> [R, O]: rows up to ends[n], from those of n - 1 on, times the
+    weight of n."""
+    if x.dtype == torch.bfloat16 or x.device.type == "cpu":
+        return functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return product_by_masks(x, weight, ends)
+
+
+def product_by_masks(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """As grouped_product: each weight times all rows, which needs no numbers of rows on the host."""
+    rows = torch.arange(len(x), device=x.device).unsqueeze(1)
+    out, start = x.new_zeros((len(x), weight.shape[1])), ends.new_zeros(())
+    for own, end in zip(weight, ends, strict=True):
+        out = torch.where((rows >= start) & (rows < end), x @ own.T, out)
+        start = end
+    return out
