@@ -497,6 +497,7 @@ void check_layer(bool has_out_norms) {
                           out.packed,
                           gate_up.packed,
                           down.packed,
+                          nullptr,
                           rms(0),
                           rms(1),
                           out_norm,

@@ -1,16 +1,18 @@
-"""Products of the experts of a layer: those of each expert alone, and a plain formula."""
+"""Layers with experts: each expert alone, and plain formulas in float64 of routing and of what is added."""
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.model.helpers.linear_layers import assert_close, random_rows
+from tests.model.helpers.linear_layers import assert_close, make_norm, random_rows
 from tests.model.helpers.quantized_rows import block_size, random_block_rows
-from tokasaurus.model.cpu import experts as experts_module
-from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts
+from tokasaurus.checkpoint.spec import GateLimits, RouterSpec
+from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts, PackedRouter
 from tokasaurus.model.cpu.layer_executor import BlockWeight, LayerKernels, PackedWeights
 
 NUM_EXPERTS = 5
@@ -18,80 +20,219 @@ COUNTS = ([1, 0, 0, 1, 1], [0, 0, 37, 0, 0], [3, 2, 40, 0, 7], [6, 7, 0, 1, 90],
 """Rows of each expert: with empty ones, with one that gets all, and with more rows than the caches have room for."""
 
 
-def starts_of(counts: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *counts]).cumsum(0)
-
-
-def assert_equals_each_alone(kernels: LayerKernels, weights: Sequence[Tensor | BlockWeight], is_gated: bool) -> None:
+def assert_equals_each_alone(
+    kernels: LayerKernels, gate_up: Sequence[Tensor | BlockWeight], down: Sequence[Tensor | BlockWeight]
+) -> None:
     """Bit for bit."""
-    together = ExpertWeights(kernels, weights, is_gated, "silu" if is_gated else None)
+    experts = PackedExperts(ExpertWeights(kernels, gate_up, True, "silu"), ExpertWeights(kernels, down))
+    dtype = experts.down.packed[0].activation_dtype
     for counts in COUNTS:
-        starts = starts_of(counts)
-        x = random_rows(sum(counts), together.packed[0].in_size, together.packed[0].activation_dtype)
-        product = together.multiply(x, starts)
-        for packed, first, end in zip(together.packed, starts.tolist(), starts[1:].tolist(), strict=False):
-            if first < end:
-                assert torch.equal(product[first:end], packed.multiply(x[first:end])), counts
+        x = random_rows(sum(counts), experts.gate_up.packed[0].in_size, dtype)
+        expert = torch.repeat_interleave(torch.tensor(counts))[torch.randperm(len(x))]
+        found = experts(x, expert.unsqueeze(1), torch.ones(len(x), 1))
+        for number, (first, last) in enumerate(zip(experts.gate_up.packed, experts.down.packed, strict=True)):
+            rows = x[expert == number]
+            if len(rows):
+                assert torch.equal(found[expert == number], last.multiply(first.multiply(rows))), counts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_plain_weights(kernels: LayerKernels, dtype: torch.dtype, is_gated: bool) -> None:
+def test_plain_weights(kernels: LayerKernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weights = [torch.randn(74, 96).to(dtype) for _ in range(NUM_EXPERTS)]
-    assert_equals_each_alone(kernels, weights, is_gated)
+    gate_up = [torch.randn(2 * 74, 98).to(dtype) for _ in range(NUM_EXPERTS)]
+    assert_equals_each_alone(kernels, gate_up, [torch.randn(98, 74).to(dtype) for _ in range(NUM_EXPERTS)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("types", [["Q4_1"] * NUM_EXPERTS, ["Q6_K", "Q4_K", "Q8_0", "Q4_K", "Q5_0"]])
-def test_quantised_weights(kernels: LayerKernels, types: list[str], is_int8: bool) -> None:
+def test_quantised_weights(kernels: LayerKernels, types: list[str], is_int8: bool, dtype: torch.dtype) -> None:
     """Each expert has its own type, as files of mixed types may have."""
-    rows = [random_block_rows(each, 64, 512 // block_size(each)) for each in types]
-    weights = [BlockWeight(512, torch.bfloat16, (each,), is_int8) for each in rows]
-    for is_gated in (False, True):
-        assert_equals_each_alone(kernels, weights, is_gated)
+
+    def weights(num_rows: int, in_size: int) -> list[BlockWeight]:
+        rows = [random_block_rows(each, num_rows, in_size // block_size(each)) for each in types]
+        return [BlockWeight(in_size, dtype, (each,), is_int8) for each in rows]
+
+    assert_equals_each_alone(kernels, weights(2 * 256, 512), weights(512, 256))
 
 
 def test_no_rows(kernels: LayerKernels) -> None:
-    weights = ExpertWeights(kernels, [torch.randn(32, 64)] * NUM_EXPERTS)
-    assert weights.multiply(torch.empty(0, 64), starts_of([0] * NUM_EXPERTS)).shape == (0, 32)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3, 64])
-def test_experts_equal_the_plain_formula(kernels: LayerKernels, num_tokens: int) -> None:
-    """In float64, each token by itself."""
-    torch.manual_seed(num_tokens)
-    gate_up, down = torch.randn(NUM_EXPERTS, 2 * 40, 64), torch.randn(NUM_EXPERTS, 64, 40)
-    x, weights = torch.randn(num_tokens, 64), torch.rand(num_tokens, 3)
-    chosen = torch.stack([torch.randperm(NUM_EXPERTS)[:3] for _ in range(num_tokens)])
-    expected = torch.zeros(num_tokens, 64, dtype=torch.float64)
-    for token in range(num_tokens):
-        for expert, weight in zip(chosen[token].tolist(), weights[token].double(), strict=True):
-            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
-            expected[token] += weight * (down[expert].double() @ (functional.silu(gate) * up))
-    packed_down = ExpertWeights(kernels, [*down])
-    by_kernels = PackedExperts(ExpertWeights(kernels, [*gate_up], True, "silu"), packed_down, None)
-    assert_close(by_kernels(x, chosen, weights), expected)
-
-    def gate(features: Tensor) -> Tensor:
-        gates, ups = features.chunk(2, dim=-1)
-        return functional.silu(gates) * ups
-
-    by_function = PackedExperts(ExpertWeights(kernels, [*gate_up]), packed_down, gate)
-    assert_close(by_function(x, chosen, weights), expected)
-
-
-def test_a_token_does_not_depend_on_the_others(kernels: LayerKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor on how many are computed at a time."""
-    torch.manual_seed(1)
-    gate_up, down = torch.randn(9, 2 * 64, 64), torch.randn(9, 64, 64)
     experts = PackedExperts(
-        ExpertWeights(kernels, [*gate_up.bfloat16()], True, "silu"), ExpertWeights(kernels, [*down.bfloat16()]), None
+        ExpertWeights(kernels, [torch.randn(64, 32)] * 3, True, "silu"),
+        ExpertWeights(kernels, [torch.randn(32, 32)] * 3),
     )
-    x = random_rows(33, 64, PackedWeights(kernels, down[0].bfloat16(), None).activation_dtype)
-    chosen, weights = torch.stack([torch.randperm(9)[:8] for _ in range(33)]), torch.rand(33, 8)
-    together = experts(x, chosen, weights)
-    alone = torch.cat([experts(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(33)])
-    assert torch.equal(together, alone)
-    monkeypatch.setattr(experts_module, "MAX_ROWS", 100)
-    assert torch.equal(experts(x, chosen, weights), together)
+    assert experts(torch.empty(0, 32), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2)).shape == (0, 32)
+
+
+class Layer:
+    """Random weights of a layer with experts, and what it computes by plain formulas in float64, token by token."""
+
+    def __init__(
+        self, kernels: LayerKernels, num_experts: int, dtype: torch.dtype, shared: int = 0, gates_shared: bool = False,
+        limits: GateLimits | None = None, choice_bias: Tensor | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """shared: width of the shared expert; 0: none. options: of RouterSpec."""
+        torch.manual_seed(num_experts)
+        self.size, width = 66, 46
+        self.spec = RouterSpec(num_experts, **{"num_chosen": 3} | options)
+        self.choice_bias = choice_bias
+        self.limits, self.gates_shared = limits, gates_shared
+
+        def numbers(*shape: int) -> Tensor:
+            return (torch.randn(shape) / 4).to(dtype)
+
+        self.gate_up, self.down = numbers(num_experts, 2 * width, self.size), numbers(num_experts, self.size, width)
+        self.biases = (numbers(num_experts, 2 * width), numbers(num_experts, self.size)) if limits else (None, None)
+        self.router, self.router_bias = numbers(num_experts + gates_shared, self.size).float(), None
+        if limits:
+            self.router_bias = numbers(num_experts).float()
+        self.shared = (numbers(2 * shared, self.size), numbers(self.size, shared)) if shared else None
+        activation = None if limits else "silu"
+        own_shared = None
+        if self.shared:
+            enter, leave = (
+                PackedWeights(kernels, each, None, *gated)
+                for each, gated in zip(self.shared, ((True, "silu"), ()), strict=True)
+            )
+            own_shared = enter, leave
+        self.packed = PackedExperts(
+            ExpertWeights(kernels, [*self.gate_up], True, activation, self.biases[0], limits),
+            ExpertWeights(kernels, [*self.down], biases=self.biases[1]),
+            PackedRouter(self.spec, PackedWeights(kernels, self.router, self.router_bias), choice_bias),
+            own_shared,
+        )
+        self.dtype = self.packed.down.packed[0].activation_dtype
+
+    def _feed_forward(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | float]) -> Tensor:
+        gate, up = (weights[0].double() @ x + biases[0]).to(self.dtype).double().chunk(2)
+        if self.limits is None:
+            features = functional.silu(gate).to(self.dtype).double() * up
+        else:
+            gate, up = gate.clamp(max=self.limits.limit), up.clamp(-self.limits.limit, self.limits.limit)
+            features = gate * torch.sigmoid(self.limits.alpha * gate) * (up + self.limits.up_offset)
+        return (weights[1].double() @ features.to(self.dtype).double() + biases[1]).to(self.dtype).double()
+
+    def choices(self, x: Tensor) -> list[tuple[int, float]]:
+        """The experts of one token, and their weights."""
+        spec = self.spec
+        num_experts = len(self.down)
+        logits = self.router[:num_experts].double() @ x
+        if self.router_bias is not None:
+            logits = logits + self.router_bias.double()
+        if spec.scores == "sparsemixer":
+            return self._mixed_sparsely(logits)
+        of_logits = {
+            "softmax": lambda: logits.softmax(0),
+            "sigmoid": logits.sigmoid,
+            "softmax_of_chosen": lambda: logits,
+        }
+        scores = of_logits[spec.scores]()
+        by = scores if self.choice_bias is None else scores + self.choice_bias.double()
+        groups = by.view(spec.num_groups, -1)
+        best = groups.topk(2).values.sum(1)
+        allowed = sorted(range(len(best)), key=lambda group: (-float(best[group]), group))[: spec.num_chosen_groups]
+        candidates = [expert for expert in range(num_experts) if expert // groups.shape[1] in allowed]
+        chosen = sorted(candidates, key=lambda expert: (-float(by[expert]), expert))[: spec.num_chosen]
+        weights = scores[chosen]
+        if spec.scores == "softmax_of_chosen":
+            weights = weights.softmax(0)
+        if spec.normalizes:
+            weights = weights / max(spec.min_sum, float(weights.sum()))
+        return list(zip(chosen, (weights * spec.scale).tolist(), strict=True))
+
+    def _mixed_sparsely(self, logits: Tensor) -> list[tuple[int, float]]:
+        found = list[tuple[int, float]]()
+        for _ in range(self.spec.num_chosen):
+            left = {n: float(logit) for n, logit in enumerate(logits) if n not in dict(found)}
+            first = max(left, key=lambda n: (left[n], -n))
+            near = [
+                logit for logit in left.values()
+                if (left[first] - logit) / max(abs(logit), left[first]) <= 2 * self.spec.jitter
+            ]  # fmt: skip
+            found.append((first, 1 / sum(math.exp(logit - left[first]) for logit in near)))
+        return found
+
+    def expected(self, x: Tensor) -> Tensor:
+        """x [T, E] -> float64 [T, E]."""
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for row, token in zip(out, x.double(), strict=True):
+            for expert, weight in self.choices(token):
+                biases = [0.0 if bias is None else bias[expert].double() for bias in self.biases]
+                row += weight * self._feed_forward(token, (self.gate_up[expert], self.down[expert]), biases)
+            if self.shared is not None:
+                factor = torch.sigmoid(self.router[-1].double() @ token) if self.gates_shared else 1
+                row += factor * self._feed_forward(token, self.shared, (0.0, 0.0))
+        return out
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "normalised": {"normalizes": True},
+    "softmax of chosen": {"scores": "softmax_of_chosen", "limits": GateLimits(0.8, 1.702, 1.0)},
+    "limits only": {"limits": GateLimits(0.5)},
+    "sigmoid": {"scores": "sigmoid", "normalizes": True, "scale": 2.5, "choice_bias": True},
+    "groups": {"scores": "sigmoid", "num_groups": 3, "num_chosen_groups": 2, "choice_bias": True},
+    "one group chosen": {"num_groups": 3, "num_chosen_groups": 1, "scale": 16.0},
+    "a least sum": {"scores": "sigmoid", "normalizes": True, "min_sum": 3.0},
+    "sparse mixer": {"scores": "sparsemixer", "jitter": 0.2, "num_chosen": 2},
+    "one chosen": {"num_chosen": 1, "scores": "sigmoid"},
+    "all chosen": {"num_chosen": 9, "normalizes": True},
+    "shared": {"shared": 34},
+    "gated shared": {"shared": 50, "gates_shared": True, "normalizes": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_layers_equal_the_plain_formula(kernels: LayerKernels, router: str, dtype: torch.dtype) -> None:
+    options = dict(ROUTERS[router])
+    if options.get("choice_bias"):
+        options["choice_bias"] = torch.randn(9, generator=torch.Generator().manual_seed(5))
+    layer = Layer(kernels, 9, dtype, **options)
+    for num_rows in (1, 2, 77):
+        x = random_rows(num_rows, layer.size, layer.dtype)
+        assert_close(layer.packed.routed(x), layer.expected(x))
+
+
+def test_the_first_of_equal_experts_are_chosen(kernels: LayerKernels) -> None:
+    for options in ({}, {"num_groups": 3, "num_chosen_groups": 2}):
+        layer = Layer(kernels, 9, torch.float32, **options)
+        layer.router[:] = layer.router[3]
+        layer.packed = PackedExperts(
+            layer.packed.gate_up,
+            layer.packed.down,
+            PackedRouter(layer.spec, PackedWeights(kernels, layer.router, None)),
+        )
+        x = random_rows(7, layer.size, torch.float32)
+        assert [expert for expert, _ in layer.choices(x[0].double())] == [0, 1, 2]
+        assert_close(layer.packed.routed(x), layer.expected(x))
+
+
+def test_a_norm_comes_first(kernels: LayerKernels) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = Layer(kernels, 9, dtype, shared=34)
+        x, norm = random_rows(21, layer.size, layer.dtype), make_norm(layer.size, torch.float32)
+        normed = norm(x.float()).to(layer.dtype)
+        assert_close(layer.packed.routed(x, norm.packed), layer.expected(normed))
+
+
+def test_a_token_does_not_depend_on_the_others(kernels: LayerKernels) -> None:
+    """Nor on which others are computed at a time: with 9 experts chosen, 910 tokens are."""
+    layer = Layer(kernels, 9, torch.bfloat16, num_chosen=9, shared=34)
+    layer.packed.reserve(2000)
+    x = random_rows(1000, layer.size, layer.dtype)
+    together = layer.packed.routed(x)
+    for row in (0, 1, 500, 909, 910, 911, 999):
+        assert torch.equal(together[row : row + 1], layer.packed.routed(x[row : row + 1]))
+
+
+def test_rows_that_are_not_finite_stay_so_alone(kernels: LayerKernels) -> None:
+    for scores in ("softmax", "softmax_of_chosen", "sigmoid", "sparsemixer"):
+        layer = Layer(kernels, 9, torch.float32, scores=scores)
+        x = random_rows(5, layer.size, torch.float32)
+        whole = layer.packed.routed(x)
+        x[2, 7] = float("nan")
+        found = layer.packed.routed(x)
+        assert not found[2].isfinite().any()
+        others = [0, 1, 3, 4]
+        assert torch.equal(found[others], whole[others])

@@ -19,7 +19,7 @@ from tokasaurus.model.attention.backend import PagedLayout, PagedPart
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.buffer_sizes import padded_count
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.cpu.layer_executor import PackedLayers
+from tokasaurus.model.cpu.packed_layers import PackedLayers
 from tokasaurus.model.execution.device_batch import build_batch
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.staging.packed import PackedStaging

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from tokasaurus.checkpoint.spec import Activation
+from tokasaurus.checkpoint.spec import Activation, GateLimits
 from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts
 from tokasaurus.model.cpu.layer_executor import LayerKernels, takes
 
@@ -35,13 +35,14 @@ class ClassExperts:
         gate_up, down = self._module.gate_up_proj, self._module.down_proj
         if not takes(gate_up[0]) or not takes(down[0]):
             return
-        activation, gate = _ACTIVATIONS.get(type(getattr(self._module, "act_fn", None))), None
-        if activation is None or not _gates_plainly(self._module):
-            activation, gate = None, self._module._apply_gate
+        gate = _gate_of(self._module)
+        if gate is None:
+            return
         self.num_bytes = gate_up.nbytes + down.nbytes
-        first = ExpertWeights(kernels, gate_up.data, gate is None, activation)
+        activation, limits = gate
+        first = ExpertWeights(kernels, gate_up.data, True, activation, gate_limits=limits)
         gate_up.data = gate_up.new_empty(0)  # before the other is packed: both take much memory
-        self.packed = PackedExperts(first, ExpertWeights(kernels, down.data), gate)
+        self.packed = PackedExperts(first, ExpertWeights(kernels, down.data))
         down.data = down.new_empty(0)
 
     def write(self, name: str, place: tuple[slice, ...], values: Tensor) -> None:
@@ -76,11 +77,23 @@ def has_usual_experts(module: nn.Module) -> bool:
     )
 
 
-def _gates_plainly(module: Any) -> bool:
-    """Whether it is act_fn(gate) * up: tried, since a class may have another, or round otherwise."""
-    for dtype in (torch.float32, torch.bfloat16):
-        features = torch.linspace(-40, 40, 4096, dtype=dtype)
-        gates, ups = features.chunk(2)
-        if not torch.equal(module._apply_gate(features), module.act_fn(gates) * ups):
-            return False
-    return True
+def _gate_of(module: Any) -> tuple[Activation | None, GateLimits | None] | None:
+    """The gate of the class, if the kernels have it, but for how they round: tried, since a class may have any."""
+    gates, ups = torch.rand(2, 4096).mul_(80).sub_(40)
+    features = torch.cat((gates, ups))
+
+    def is_own(expected: Tensor) -> bool:
+        return torch.allclose(module._apply_gate(features), expected, rtol=1e-5)
+
+    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)))
+    if activation is not None and is_own(module.act_fn(gates) * ups):
+        return activation, None
+    limit = getattr(module, "limit", getattr(module, "swiglu_limit", None))
+    alpha = getattr(module, "alpha", getattr(module, "swiglu_alpha", None))
+    if limit is None:
+        return None
+    for limits in (GateLimits(limit), *([] if alpha is None else [GateLimits(limit, alpha, 1.0)])):
+        few, magnitudes = gates.clamp(max=limits.limit), ups.clamp(-limits.limit, limits.limit)
+        if is_own(few * torch.sigmoid(limits.alpha * few) * (magnitudes + limits.up_offset)):
+            return None, limits
+    return None

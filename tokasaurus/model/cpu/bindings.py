@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokasaurus.checkpoint.spec import Activation
+from tokasaurus.checkpoint.spec import Activation, RouterScores
 from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
@@ -54,6 +54,9 @@ ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gel
 NORM_KINDS = {None: 0, "rms": 1, "layer": 2}
 """The code by which the kernels know a NormSpec's kind; None: no norm. NormKind in norm.h."""
 
+ROUTER_SCORES: dict[RouterScores, int] = {"softmax": 0, "softmax_of_chosen": 1, "sigmoid": 2, "sparsemixer": 3}
+"""The code by which the kernels know a router's scores: RouterScores in experts.h."""
+
 HEAD_NORMS = {("head", False): 0, ("head", True): 1, ("width", False): 2}
 """The code by which the kernels know norm_over and norm_by_head of an AttentionSpec: HeadNorms in forward.h."""
 
@@ -71,6 +74,7 @@ class PackedWeightsStruct(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("weight_type", "in_size", "out_size", "is_gated")),
         *((name, ctypes.c_void_p) for name in ("panels", "bias", "blocks")),
         *((name, ctypes.c_int64) for name in ("is_int8", "activation")),
+        *((name, ctypes.c_double) for name in ("gate_limit", "gate_alpha", "up_offset")),
     )
 
 
@@ -84,11 +88,28 @@ class NormStruct(ctypes.Structure):
     )
 
 
+class ExpertsStruct(ctypes.Structure):
+    """The struct Experts of experts.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_experts", "num_chosen")),
+        *((name, ctypes.POINTER(PackedWeightsStruct)) for name in ("gate_up", "down")),
+        ("router", PackedWeightsStruct),
+        ("scores", ctypes.c_int64),
+        ("choice_bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_groups", "num_chosen_groups", "normalizes")),
+        *((name, ctypes.c_double) for name in ("min_sum", "scale", "jitter")),
+        *((name, PackedWeightsStruct) for name in ("shared_gate_up", "shared_down")),
+        ("gates_shared", ctypes.c_int64),
+    )
+
+
 class PackedLayerStruct(ctypes.Structure):
     """The struct PackedLayer of forward.h."""
 
     _fields_ = (
         *((name, PackedWeightsStruct) for name in ("qkv", "out", "gate_up", "down")),
+        ("experts", ctypes.POINTER(ExpertsStruct)),
         *((name, NormStruct) for name in ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")),
         *((name, NormStruct) for name in ("query_norm", "key_norm")),
         *((name, ctypes.c_int64) for name in ("head_norms", "num_query_heads", "num_kv_heads", "head_dim")),
@@ -187,6 +208,7 @@ class DecodeStepStruct(ctypes.Structure):
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Norm": NormStruct,
     "PackedWeights": PackedWeightsStruct,
+    "Experts": ExpertsStruct,
     "PackedLayer": PackedLayerStruct,
     "PagedPart": PagedPartStruct,
     "PagedForward": PagedForwardStruct,

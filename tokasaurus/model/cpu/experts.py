@@ -1,16 +1,19 @@
-"""The feed-forwards of a layer's experts on the CPU kernels: rows sorted by expert, and one product for all of them."""
+"""The feed-forward of a layer with experts on the CPU kernels: routing, and one product for the rows of all experts
+(csrc/gemm/experts.h)."""
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tokasaurus.checkpoint.spec import Activation
-from tokasaurus.model.cpu.bindings import PackedWeightsStruct
-from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights
+from tokasaurus.checkpoint.spec import Activation, GateLimits, RouterSpec
+from tokasaurus.model.cpu.bindings import ROUTER_SCORES, ExpertsStruct, PackedWeightsStruct
+from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedNorm, PackedWeights
 
 MAX_ROWS = 8192
-"""Rows of experts that are multiplied at a time: with more, intermediate results would take gigabytes."""
+"""Rows of experts that the kernels compute at a time: kMaxExpertRows in experts.cpp."""
 
 # T tokens, each with K chosen ones of N experts; E hidden size, W width of an expert
 
@@ -25,15 +28,16 @@ class ExpertWeights:
         is_gated: bool = False,
         activation: Activation | None = None,
         biases: Tensor | None = None,
+        gate_limits: GateLimits | None = None,
     ) -> None:
-        """is_gated, activation: as of PackedWeights."""
+        """is_gated, activation, gate_limits: as of PackedWeights."""
         own_biases = [None] * len(weights) if biases is None else [*biases]
         self.packed = [
-            PackedWeights(kernels, weight, bias, is_gated, activation)
+            PackedWeights(kernels, weight, bias, is_gated, activation, gate_limits)
             for weight, bias in zip(weights, own_biases, strict=True)
         ]
-        self._kernels = kernels
-        self._structs = (PackedWeightsStruct * len(weights))(*(each.struct for each in self.packed))
+        self.kernels = kernels
+        self.structs = (PackedWeightsStruct * len(weights))(*(each.struct for each in self.packed))
 
     @property
     def has_blocks(self) -> bool:
@@ -73,47 +77,69 @@ class ExpertWeights:
         for packed in self.packed:
             packed.give_back()
 
-    def multiply(self, x: Tensor, starts: Tensor) -> Tensor:
-        """x [R, E] in the activation dtype, whose rows starts[n] to starts[n + 1] are those of expert n -> [R, O].
 
-        starts: int64 [N + 1], from 0 to R."""
-        assert x.stride(1) == 1
-        assert x.dtype == self.packed[0].activation_dtype
-        assert len(starts) == len(self.packed) + 1
-        out = torch.empty((len(x), self.packed[0].out_size), dtype=x.dtype)
-        self._kernels.multiply_groups(
-            *(self._structs, len(self.packed), starts.data_ptr(), x.data_ptr(), x.stride(0), out.data_ptr())
-        )
-        return out
+@dataclass(frozen=True, slots=True)
+class PackedRouter:
+    """What chooses a token's experts."""
+
+    spec: RouterSpec
+    weight: PackedWeights
+    """float32 [N, E]; if the shared expert has a gate, [N + 1, E], with the gate's last."""
+    choice_bias: Tensor | None = None
+    """float32 [N]."""
 
 
 class PackedExperts:
     """x [T, E] -> [T, E]: for each token, the sum of its experts' down(activation(gate(x)) * up(x)), each times its
-    weight, in float32. A row's result does not depend on the others."""
+    weight, in float32, and of a shared expert's. A row's result does not depend on the others."""
 
-    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, gate: Callable[[Tensor], Tensor] | None) -> None:
-        """gate: makes [R, W] of gate_up's [R, 2 W]; None if gate_up does so itself."""
-        self.gate_up, self.down = gate_up, down
-        self._gate = gate
+    def __init__(
+        self,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        router: PackedRouter | None = None,
+        shared: tuple[PackedWeights, PackedWeights] | None = None,
+    ) -> None:
+        """router: None if each call gives the choices. shared: gate_up and down of the expert of all tokens."""
+        self.gate_up, self.down, self._router, self._shared = gate_up, down, router, shared
+        self.struct = ExpertsStruct(num_experts=len(down.packed), gate_up=gate_up.structs, down=down.structs)
+        if router is not None:
+            spec, bias = router.spec, router.choice_bias
+            self.struct.num_chosen, self.struct.router = spec.num_chosen, router.weight.struct
+            self.struct.scores = ROUTER_SCORES[spec.scores]
+            self.struct.choice_bias = 0 if bias is None else bias.data_ptr()
+            self.struct.num_groups, self.struct.num_chosen_groups = spec.num_groups, spec.num_chosen_groups
+            self.struct.normalizes, self.struct.min_sum = spec.normalizes, spec.min_sum
+            self.struct.scale, self.struct.jitter = spec.scale, spec.jitter
+            self.struct.gates_shared = router.weight.out_size > spec.num_experts
+        if shared is not None:
+            self.struct.shared_gate_up, self.struct.shared_down = (each.struct for each in shared)
+
+    @property
+    def has_router(self) -> bool:
+        return self._router is not None
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """chosen: int64 [T, K], of the N experts. weights [T, K]."""
-        step = max(1, MAX_ROWS // chosen.shape[1])
-        parts = zip(*(torch.split(each, step) for each in (x, chosen, weights)), strict=True)
-        return torch.cat([self._part(*part) for part in parts])
+        """chosen: int64 [T, K], of the N experts, in each row none twice. weights [T, K]."""
+        chosen, weights = chosen.contiguous(), weights.float().contiguous()
+        self.struct.num_chosen = chosen.shape[1]
+        return self._run(x, None, chosen.data_ptr(), weights.data_ptr())
 
-    def _part(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """As __call__, of tokens whose intermediate results fit into memory."""
-        num_chosen = chosen.shape[1]
-        expert = chosen.flatten()
-        order = torch.argsort(expert, stable=True)
-        starts = torch.zeros(len(self.down.packed) + 1, dtype=torch.int64)
-        torch.cumsum(torch.bincount(expert, minlength=len(starts) - 1), 0, out=starts[1:])
-        features = self.gate_up.multiply(x[order // num_chosen], starts)
-        if self._gate is not None:
-            features = self._gate(features).contiguous()
-        by_expert = self.down.multiply(features, starts)
-        by_token = torch.empty(by_expert.shape, dtype=torch.float32)
-        by_token[order] = by_expert.float()
-        weighted = by_token.view(*chosen.shape, -1).mul_(weights.float().unsqueeze(-1))
-        return weighted.sum(1).to(x.dtype)
+    def routed(self, x: Tensor, norm: PackedNorm | None = None) -> Tensor:
+        """By the router's choices. norm: applied to x first."""
+        assert self._router is not None
+        return self._run(x, norm, 0, 0)
+
+    def reserve(self, num_rows: int) -> None:
+        """Allocate and touch the memory that calls of up to num_rows tokens keep between calls."""
+        self.down.kernels.reserve_experts(ctypes.addressof(self.struct), num_rows)
+
+    def _run(self, x: Tensor, norm: PackedNorm | None, chosen: int, weights: int) -> Tensor:
+        assert x.dtype == self.down.packed[0].activation_dtype
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self.down.kernels.run_experts(
+            *(ctypes.addressof(self.struct), None if norm is None else ctypes.addressof(norm.struct)),
+            *(x.data_ptr(), len(x), chosen, weights, out.data_ptr()),
+        )
+        return out

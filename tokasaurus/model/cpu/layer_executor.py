@@ -1,27 +1,23 @@
-"""Weights packed for the kernels, gemms with them, and all layers of a forward in one call (csrc/gemm)."""
+"""Weights packed for the kernels, and gemms with them (csrc/gemm)."""
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tokasaurus.checkpoint.block_types import dequantize_rows, inputs_of_row
-from tokasaurus.checkpoint.spec import Activation, ExpertsSpec, LayerSpec, NormSpec
+from tokasaurus.checkpoint.spec import Activation, GateLimits, NormSpec
 from tokasaurus.model.cpu.bindings import (
     ACTIVATION_DTYPES,
     ACTIVATIONS,
     BLOCK_TYPES,
     ELEMENT_CODES,
-    HEAD_NORMS,
     NORM_KINDS,
     HugePageTensors,
     Kernels,
     NormStruct,
-    PackedLayerStruct,
     PackedWeightsStruct,
-    PagedForwardStruct,
     give_back,
 )
 
@@ -51,8 +47,10 @@ class LayerKernels:
         self.block_panel_bytes.restype = integer
         self.multiply = library.toka_multiply
         self.multiply.argtypes = [pointer, pointer, integer, integer, pointer, number, number, pointer]
-        self.multiply_groups = library.toka_multiply_groups
-        self.multiply_groups.argtypes = [pointer, integer, pointer, pointer, integer, pointer]
+        self.run_experts = library.toka_run_experts
+        self.run_experts.argtypes = [pointer, pointer, pointer, integer, pointer, pointer, pointer]
+        self.reserve_experts = library.toka_reserve_experts
+        self.reserve_experts.argtypes = [pointer, integer]
         self.embed = library.toka_embed
         self.embed.argtypes = [pointer, pointer, integer, pointer]
         self.run_layers = library.toka_run_layers
@@ -125,8 +123,10 @@ class PackedWeights:
         bias: Tensor | None,
         is_gated: bool = False,
         activation: Activation | None = None,
+        gate_limits: GateLimits | None = None,
     ) -> None:
-        """A quantised weight must fit: see `fits`."""
+        """A quantised weight must fit: see `fits`. gate_limits: of gates, in place of an activation."""
+        assert gate_limits is None or is_gated
         self._kernels = kernels
         self.activation_dtype = kernels.activation_dtype(weight.dtype)
         num_rows, self._in_size = (
@@ -156,6 +156,7 @@ class PackedWeights:
             _pointer(self._blocks),
             isinstance(weight, BlockWeight) and weight.is_int8,
             ACTIVATIONS[activation],
+            *((0, 1, 0) if gate_limits is None else (gate_limits.limit, gate_limits.alpha, gate_limits.up_offset)),
         )
         if isinstance(weight, BlockWeight):
             first_row = 0
@@ -264,68 +265,6 @@ class PackedWeights:
         out = torch.empty((len(indices), self._in_size), dtype=self.activation_dtype)
         self._kernels.embed(ctypes.byref(self.struct), indices.data_ptr(), len(indices), out.data_ptr())
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLayer:
-    """One decoder layer: what it computes, and its weights."""
-
-    spec: LayerSpec
-    rotary: int
-    """Index of its table of cosines and sines; -1: it rotates nothing."""
-    qkv: PackedWeights
-    out: PackedWeights
-    gate_up: PackedWeights
-    down: PackedWeights
-    norms: tuple[PackedNorm | None, ...]
-    """Before attention and before the MLP, after attention and after the MLP, of queries and of keys."""
-
-    def struct(self) -> PackedLayerStruct:
-        weights, attention = (self.qkv, self.out, self.gate_up, self.down), self.spec.attention
-        return PackedLayerStruct(
-            *(packed.struct for packed in weights),
-            *(NormStruct() if norm is None else norm.struct for norm in self.norms),
-            HEAD_NORMS[attention.norm_over, attention.norm_by_head],
-            *(attention.num_heads, attention.num_kv_heads, attention.head_dim),
-            *(self.rotary, attention.norms_after_rotary, self.spec.is_parallel),
-            *(attention.clip or 0, self.spec.residual_multiplier),
-        )
-
-
-class PackedLayers:
-    """The layers of a pipeline stage. Without tensor parallelism, which would have to sum over ranks between gemms."""
-
-    @staticmethod
-    def computes(layer: LayerSpec) -> bool:
-        """Whether the kernels compute such a layer."""
-        mlp = layer.mlp
-        if isinstance(mlp, ExpertsSpec) or mlp.gate_limits is not None:
-            return False
-        return mlp.activation in ACTIVATIONS and layer.attention.query_rotary is None
-
-    def __init__(self, kernels: LayerKernels, layers: Sequence[PackedLayer]) -> None:
-        self._kernels = kernels
-        self._layers = tuple(layers)  # they own what the structs point to
-        structs = [layer.struct() for layer in layers]
-        self.structs = (PackedLayerStruct * len(structs))(*structs)
-
-    def run(self, hidden: Tensor, cos_sin: Tensor, paged: PagedForwardStruct) -> None:
-        """Run all layers on hidden [T, E], contiguous and in the activation dtype, in place.
-
-        cos_sin: float32 [T, tables, D], from RotaryTable. paged: the KV cache, with as many layers as these, and the
-        planned layout of the T tokens.
-        """
-        assert hidden.is_contiguous()
-        assert hidden.dtype == self._layers[0].qkv.activation_dtype
-        assert cos_sin.is_contiguous()
-        self._kernels.run_layers(
-            *(ctypes.addressof(self.structs), len(self.structs), ctypes.addressof(paged)),
-            *(hidden.shape[0], cos_sin.data_ptr(), cos_sin.shape[1], hidden.data_ptr()),
-        )
-
-    def reserve(self, num_rows: int) -> None:
-        """Allocate and touch the memory that forwards of up to num_rows tokens keep between calls."""
-        self._kernels.reserve_forward(ctypes.addressof(self.structs), len(self.structs), num_rows)
 
 
 def takes(weight: Tensor) -> bool:

@@ -14,7 +14,9 @@ from tokasaurus.checkpoint.info import EMBEDDING, HEAD, HEAD_BIAS
 from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
 from tokasaurus.checkpoint.weight_files import is_old_buffer
 from tokasaurus.model.attention.row_split import Attends
-from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayer, PackedLayers
+from tokasaurus.model.cpu.experts import PackedExperts
+from tokasaurus.model.cpu.layer_executor import LayerKernels
+from tokasaurus.model.cpu.packed_layers import PackedLayer, PackedLayers
 from tokasaurus.model.decoder.experts import Experts, Router
 from tokasaurus.model.decoder.layers import (
     MLP,
@@ -222,12 +224,10 @@ class DecoderLayer(nn.Module):
         """This layer for the kernels; None unless all its linear layers are packed for them, and they compute such a
         layer."""
         attention, mlp = self.attention, self.mlp
-        if not PackedLayers.computes(self.spec) or isinstance(mlp, Experts):
+        qkv, out, fed = attention.qkv.packed_whole, attention.out.packed_whole, mlp.packed
+        if not PackedLayers.computes(self.spec) or qkv is None or out is None or fed is None:
             return None
-        qkv, out, gate_up, down = (
-            linear.packed_whole for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-        )
-        if qkv is None or out is None or gate_up is None or down is None:
+        if isinstance(fed, PackedExperts) and not fed.has_router:
             return None
         mlp_norm = self.mlp_norm or (self.attention_norm if self.spec.is_parallel else None)
         norms = (
@@ -236,7 +236,7 @@ class DecoderLayer(nn.Module):
         )
         packed_norms = tuple(None if norm is None else norm.packed for norm in norms)
         rotary = -1 if self.spec.attention.rotary is None else self.table_index
-        return PackedLayer(self.spec, rotary, qkv, out, gate_up, down, packed_norms)
+        return PackedLayer(self.spec, rotary, qkv, out, fed, packed_norms)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         norms = {

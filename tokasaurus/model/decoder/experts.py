@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tokasaurus.checkpoint.spec import ExpertsSpec, MLPSpec, RouterSpec
-from tokasaurus.model.cpu.bindings import ACTIVATIONS
-from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts
+from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts, PackedRouter
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights, takes
 from tokasaurus.model.decoder.layers import MLP, PLAIN, FusedColumnLinear, Linear, Norm, OutputShard, activated
@@ -186,13 +185,11 @@ class ExpertLinear(Linear):
 
 
 class ActivatedExpertLinear(ExpertLinear):
-    """Gates and ups of N experts. The kernels give activation(gate) * up, unless a torch function has to."""
+    """Gates and ups of N experts. The kernels give activation(gate) * up."""
 
     def __init__(self, num_experts: int, shards: Sequence[ExpertShard], spec: MLPSpec, dtype: torch.dtype) -> None:
         super().__init__(num_experts, shards, spec.has_bias, dtype)
         self._spec = spec
-        self.is_fused = spec.gate_limits is None and spec.activation in ACTIVATIONS
-        """Whether the kernels apply the activation."""
 
     def activated(self, features: Tensor) -> Tensor:
         """[R, 2 W] -> [R, W]."""
@@ -200,12 +197,12 @@ class ActivatedExpertLinear(ExpertLinear):
 
     def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> ExpertWeights:
         biases = None if self.bias is None else self.bias.view(self.num_experts, -1)
-        activation = self._spec.activation if self.is_fused else None
-        return ExpertWeights(kernels, self._by_expert(weight), self.is_fused, activation, biases)
+        options = self._spec.activation, biases, self._spec.gate_limits
+        return ExpertWeights(kernels, self._by_expert(weight), True, *options)
 
     def _fits(self, weight: BlockWeight, kernels: LayerKernels) -> bool:
         each = (each for each in self._by_expert(weight) if isinstance(each, BlockWeight))
-        return all(PackedWeights.fits(expert, kernels.panel_size, self.is_fused) for expert in each)
+        return all(PackedWeights.fits(expert, kernels.panel_size, True) for expert in each)
 
 
 def _rows_of(parts: Sequence[BlockRows], first: int, num_rows: int) -> tuple[BlockRows, ...]:
@@ -237,9 +234,28 @@ class Experts(nn.Module):
         self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, mesh, dtype)
         self._mesh = mesh
         self._has_bias = expert.has_bias
+        self._packed: PackedExperts | None = None
+
+    @property
+    def packed(self) -> PackedExperts | None:
+        """For the kernels, once the weights are packed for them: with the router and the shared expert, unless these
+        are not, or the ranks' sums come between."""
+        gate_up, down, router, shared = self.gate_up.experts, self.down.experts, self.router.packed_whole, None
+        if self._packed is not None or gate_up is None or down is None:
+            return self._packed
+        own_router = None
+        if router is not None and self._mesh.tp_size == 1:
+            own_router = PackedRouter(self.router.spec, router, self.router.choice_bias)
+        if self.shared is not None:
+            shared = self.shared.packed
+            own_router = None if shared is None else own_router
+        self._packed = PackedExperts(gate_up, down, own_router, None if own_router is None else shared)
+        return self._packed
 
     def forward(self, x: Tensor, norm: Norm | None) -> Tensor:
         """norm: applied to x first."""
+        if self.packed is not None and self.packed.has_router:
+            return self.packed.routed(x, None if norm is None else norm.packed)
         x = x if norm is None else norm(x)
         chosen, weights, shared_gate = self.router.route(x)
         own = sum_over_shards(self._of_chosen(x, chosen, weights), self._mesh)
@@ -250,10 +266,8 @@ class Experts(nn.Module):
 
     def _of_chosen(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """This rank's part of the chosen experts' sum, [T, E]."""
-        gate_up, down = self.gate_up.experts, self.down.experts
-        if gate_up is not None and down is not None:
-            gate = None if self.gate_up.is_fused else self.gate_up.activated
-            return PackedExperts(gate_up, down, gate)(x, chosen, weights)
+        if self.packed is not None:
+            return self.packed(x, chosen, weights)
         num_chosen = chosen.shape[1]
         experts, order = chosen.flatten().sort(stable=True)
         indices = torch.arange(self.gate_up.num_experts, device=x.device)

@@ -325,7 +325,7 @@ class ActivatedLinear(FusedColumnLinear):
 
     def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> PackedWeights:
         activation = None if self._spec.activation == "xielu" else self._spec.activation
-        return PackedWeights(kernels, weight, self.bias, self._spec.is_gated, activation)
+        return PackedWeights(kernels, weight, self.bias, self._spec.is_gated, activation, self._spec.gate_limits)
 
     def _fits(self, weight: BlockWeight, kernels: LayerKernels) -> bool:
         return PackedWeights.fits(weight, kernels.panel_size, self._spec.is_gated)
@@ -397,6 +397,12 @@ class MLP(nn.Module):
         self.xielu = XIELU() if spec.activation == "xielu" else None
         """Applied to what gate_up gives, which no activation was applied to."""
         self.down = RowLinear("down_proj", spec.width, (start, length), hidden_size, mesh, dtype, spec.has_bias)
+
+    @property
+    def packed(self) -> tuple[PackedWeights, PackedWeights] | None:
+        """gate_up and down, if both are packed for the kernels."""
+        first, last = self.gate_up.packed_whole, self.down.packed_whole
+        return None if first is None or last is None else (first, last)
 
     def forward(self, x: Tensor, norm: Norm | None) -> Tensor:
         """norm: applied to x first."""

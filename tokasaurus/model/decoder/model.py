@@ -14,7 +14,8 @@ from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.experts import ExpertWeights
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
-from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayers, PackedWeights
+from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedWeights
+from tokasaurus.model.cpu.packed_layers import PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.layers import PLAIN, Linear
 from tokasaurus.model.decoder.quantize import Packing

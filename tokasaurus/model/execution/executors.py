@@ -14,7 +14,7 @@ from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.attention.row_split import Attends, attend, attending
 from tokasaurus.model.cpu.gemm_choice import GemmChoice
-from tokasaurus.model.cpu.layer_executor import PackedLayers
+from tokasaurus.model.cpu.packed_layers import PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer
 from tokasaurus.model.decoder.model import LayerExecutor, Model

@@ -428,7 +428,9 @@ def largest_forward(
     # where outputs are normalised, one of them.
     layers = info.spec.layers
     has_out_norms = any(layer.attention_out_norm or layer.mlp_out_norm for layer in layers)
-    layer_row = query_size + 2 * kv_size + query_size + info.intermediate_size + has_out_norms * info.hidden_size
+    inner_size = max(info.hidden_size * isinstance(layer.mlp, ExpertsSpec) for layer in layers)
+    inner_size = max(info.intermediate_size, inner_size)  # of experts, their output
+    layer_row = query_size + 2 * kv_size + query_size + inner_size + has_out_norms * info.hidden_size
     # Plus the cosines and sines of the rotary embedding.
     hidden_row = info.hidden_size * activation_bytes + info.spec.num_rotary_tables * info.head_dim * _FLOAT
     # The LSE of every head; the output and LSE of rows that share a prefix; lists of tiles, for each window; each
@@ -451,13 +453,18 @@ def largest_forward(
         + num_rows * _HOST_INDICES_PER_ROW * _INDEX
         + num_rows * num_blocks * _BLOCK_TABLE_COPIES * 4
     )
-    # Experts: their rows before and after both products, some at a time, and all tokens' outputs twice.
-    of_experts = 0
+    # experts.cpp: rows of experts before the first product and after each; of tokens, the normed states, also in
+    # float32, the shared expert's activations, and what the router gives.
+    of_experts, widest_rows = 0, num_tokens * max(info.intermediate_size, query_size, info.hidden_size)
     for mlp in {layer.mlp for layer in layers}:
         if isinstance(mlp, ExpertsSpec):
-            rows = min(num_tokens * mlp.num_rows, MAX_ROWS + mlp.num_rows)
-            row_bytes = (2 * info.hidden_size + 3 * mlp.expert.width) * activation_bytes + info.hidden_size * _FLOAT
-            of_experts = max(of_experts, rows * row_bytes + 2 * num_tokens * info.hidden_size * activation_bytes)
+            rows = min(num_tokens * mlp.num_rows, MAX_ROWS)
+            own = rows * (info.hidden_size + mlp.expert.width) * activation_bytes + 4 * rows * _INDEX
+            shared_width = 0 if mlp.shared is None else mlp.shared.width
+            own += num_tokens * (info.hidden_size + shared_width) * activation_bytes
+            own += num_tokens * (info.hidden_size + mlp.router.num_experts + 1) * _FLOAT
+            of_experts = max(of_experts, own)
+            widest_rows = max(widest_rows, rows * max(info.hidden_size, mlp.expert.width))
     panel_bytes = _MAX_PANEL * _FLOAT  # for each input
     widest = max(info.intermediate_size, query_size, info.hidden_size)
     return ForwardMemory(
@@ -466,13 +473,13 @@ def largest_forward(
             "normed states": num_tokens * info.hidden_size * activation_bytes,
             "logits": num_logit_rows * info.vocab_size * activation_bytes,
             "widened weights": num_threads * widest * panel_bytes,
-            "quantised activations": int(num_tokens * widest * _INT8_BYTES_PER_INPUT) if is_int8 else 0,
-            "sums of groups": int(num_tokens * widest * _SUM_BYTES_PER_INPUT) if has_blocks and not is_int8 else 0,
+            "quantised activations": int(widest_rows * _INT8_BYTES_PER_INPUT) if is_int8 else 0,
+            "sums of groups": int(widest_rows * _SUM_BYTES_PER_INPUT) if has_blocks and not is_int8 else 0,
+            "experts": of_experts,
         },
         passing={
             "hidden states": num_tokens * hidden_row + num_logit_rows * info.hidden_size * activation_bytes,
             "attention": attention,
-            "experts": of_experts,
             "sampling": num_threads * _VOCABULARIES_PER_THREAD * info.vocab_size * _FLOAT + masks,
             "answers": answers,
             "batch": host + _OTHER,

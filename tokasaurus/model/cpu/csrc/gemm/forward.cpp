@@ -113,34 +113,49 @@ std::vector<Element>& layer_scratch() {
   return memory;
 }
 
+// Elements per row: the MLP's inner values, or the experts' output.
+int64_t inner_size(const PackedLayer* layers, int64_t num_layers) {
+  int64_t size = 0;
+  for (const PackedLayer* layer = layers; layer < layers + num_layers; ++layer)
+    size = std::max(size, layer->experts == nullptr ? layer->gate_up.out_size : layer->out.out_size);
+  return size;
+}
+
 // Elements per row: the heads, the attention output, the MLP's inner values, and an output to normalize, if any is.
 int64_t scratch_row_size(const PackedLayer* layers, int64_t num_layers) {
   const bool normalizes = std::any_of(layers, layers + num_layers, [](const PackedLayer& layer) {
     return layer.attention_out_norm.kind != kNoNorm || layer.mlp_out_norm.kind != kNoNorm;
   });
-  return layers->qkv.out_size + layers->out.in_size + layers->gate_up.out_size +
+  return layers->qkv.out_size + layers->out.in_size + inner_size(layers, num_layers) +
          (normalizes ? layers->out.out_size : 0);
 }
 
-// Adds an output of attention or MLP to the hidden states [num_rows, out_size]: x times weights, normalized and scaled
-// as the layer says. output: memory for [num_rows, out_size].
-template <typename Weight, typename Element>
-void add_output(const PackedLayer& layer, const PackedWeights& weights, const Norm& norm, const Element* x,
-                int64_t num_rows, Element* output, Element* hidden) {
+// Adds an output of attention or MLP [num_rows, size] to the hidden states, normalized and scaled as the layer says.
+template <typename Element>
+void add_rows(const PackedLayer& layer, const Norm& norm, int64_t num_rows, int64_t size, Element* output,
+              Element* hidden) {
   constexpr int64_t kRows = 32;  // a thread claims so many at a time
-  const int64_t size = weights.out_size;
   const float multiplier = layer.residual_multiplier;
-  if (norm.kind == kNoNorm)
-    return multiply<Weight>({weights, x, weights.in_size, num_rows, hidden, hidden, multiplier}, kUnnormed);
-  multiply<Weight>({weights, x, weights.in_size, num_rows, nullptr, output}, kUnnormed);
   const PhaseTimer timer(kGemms);
   Team::get().parallel_for(num_rows, kRows, [&](int64_t row) {
     Element *own = output + row * size, *to = hidden + row * size;
-    normalize(norm, own, size, own);
+    if (norm.kind != kNoNorm) normalize(norm, own, size, own);
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) store(to + i, rounded<Element>(load(own + i) * multiplier) + load(to + i));
     for (; i < size; ++i) from_float(to + i, rounded<Element>(to_float(own[i]) * multiplier) + to_float(to[i]));
   });
+}
+
+// Adds x times weights to the hidden states [num_rows, out_size], normalized and scaled as the layer says. output:
+// memory for [num_rows, out_size].
+template <typename Weight, typename Element>
+void add_output(const PackedLayer& layer, const PackedWeights& weights, const Norm& norm, const Element* x,
+                int64_t num_rows, Element* output, Element* hidden) {
+  if (norm.kind == kNoNorm)
+    return multiply<Weight>({weights, x, weights.in_size, num_rows, hidden, hidden, float(layer.residual_multiplier)},
+                            kUnnormed);
+  multiply<Weight>({weights, x, weights.in_size, num_rows, nullptr, output}, kUnnormed);
+  add_rows(layer, norm, num_rows, weights.out_size, output, hidden);
 }
 
 template <typename Weight, typename Stored>
@@ -153,7 +168,7 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
   Element* heads = scratch(layer_scratch<Element>(), num_rows * scratch_row_size(layers, num_layers));
   Element* attended = heads + num_rows * first.qkv.out_size;
   Element* inner = attended + num_rows * query_size;
-  Element* output = inner + num_rows * first.gate_up.out_size;
+  Element* output = inner + num_rows * inner_size(layers, num_layers);
   LayoutAttention<Stored> attention(forward, shape, kElementType<Element>, heads, first.qkv.out_size, attended);
   std::fill(attended, inner, Element{});  // padding rows are in no part
   for (int64_t index = 0; index < num_layers; ++index) {
@@ -166,12 +181,17 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
     rotate_and_store_heads(layer, cache, forward.kv_indices, attention.num_rows(), rotary, heads, hidden);
     attention.run(index);
     const auto enter_mlp = [&] {
+      if (layer.experts != nullptr)
+        return run_experts<Weight>(*layer.experts, layer.mlp_norm, hidden, num_rows, nullptr, inner);
       multiply<Weight>({layer.gate_up, hidden, hidden_size, num_rows, nullptr, inner}, layer.mlp_norm);
     };
     if (layer.is_parallel) enter_mlp();
     add_output<Weight>(layer, layer.out, layer.attention_out_norm, attended, num_rows, output, hidden);
     if (!layer.is_parallel) enter_mlp();
-    add_output<Weight>(layer, layer.down, layer.mlp_out_norm, inner, num_rows, output, hidden);
+    if (layer.experts != nullptr)
+      add_rows(layer, layer.mlp_out_norm, num_rows, hidden_size, inner, hidden);
+    else
+      add_output<Weight>(layer, layer.down, layer.mlp_out_norm, inner, num_rows, output, hidden);
   }
 }
 
@@ -195,10 +215,17 @@ TOKA_EXPORT void toka_run_layers(const PackedLayer* layers, int64_t num_layers, 
 // Allocates and touches the memory that forwards of up to num_rows rows through these layers keep between calls.
 TOKA_EXPORT void toka_reserve_forward(const PackedLayer* layers, int64_t num_layers, int64_t num_rows) {
   dispatch_activation_type(layers->qkv.weight_type, [&](auto tag) {
-    typedef Activation<TypeOf<decltype(tag)>> Element;
+    typedef TypeOf<decltype(tag)> Weight;
+    typedef Activation<Weight> Element;
     scratch(layer_scratch<Element>(), num_rows * scratch_row_size(layers, num_layers));
     reserve_normed_rows<Element>(num_rows, layers->qkv.in_size);
-    for (const PackedWeights* weights : {&layers->qkv, &layers->out, &layers->gate_up, &layers->down})
-      reserve_rows(*weights, num_rows);
+    for (const PackedLayer* layer = layers; layer < layers + num_layers; ++layer) {
+      for (const PackedWeights* weights : {&layer->qkv, &layer->out}) reserve_rows(*weights, num_rows);
+      if (layer->experts != nullptr) {
+        reserve_experts<Weight>(*layer->experts, num_rows);
+        continue;
+      }
+      for (const PackedWeights* weights : {&layer->gate_up, &layer->down}) reserve_rows(*weights, num_rows);
+    }
   });
 }

@@ -1,7 +1,7 @@
 // One decoder layer, as Python passes it: its weights, and what it computes (LayerSpec in checkpoint/spec.py).
 #pragma once
 
-#include "gemm/gemm.h"
+#include "gemm/experts.h"
 
 // What the norms of queries and keys are over: a head, with the same weights for all or with weights of its own; or the
 // heads together. HEAD_NORMS in bindings.py.
@@ -9,7 +9,9 @@ enum HeadNorms : int64_t { kOverHead, kByHead, kOverWidth };
 
 // Filled by Python: bindings.PackedLayerStruct.
 struct PackedLayer {
-  PackedWeights qkv, out, gate_up, down;
+  PackedWeights qkv, out;
+  PackedWeights gate_up, down;            // of the MLP; unused if there are experts
+  const Experts* experts;                 // null: there are none
   Norm attention_norm, mlp_norm;          // of inputs
   Norm attention_out_norm, mlp_out_norm;  // of outputs, before they are added
   Norm query_norm, key_norm;

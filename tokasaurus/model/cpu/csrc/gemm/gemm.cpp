@@ -55,6 +55,20 @@ TOKA_NOINLINE void activate_otherwise(int64_t activation, float* numbers, int co
   }
 }
 
+// Gates that have limits, and their ups -> gate * sigmoid(alpha * gate) * (up + offset). numbers [kPanel], of which the
+// first half become the results. NaN stays.
+template <typename Element>
+TOKA_NOINLINE void gate_within_limits(const PackedWeights& weights, float* numbers) {
+  const Floats limit = broadcast(float(weights.gate_limit)), alpha = broadcast(float(weights.gate_alpha));
+  for (int i = 0; i < kPanel / 2; i += kLanes) {
+    Floats gate = rounded<Element>(load(numbers + i)), up = rounded<Element>(load(numbers + kPanel / 2 + i));
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up;
+    up = up < -limit ? -limit : up;
+    store(numbers + i, silu(gate * alpha) / alpha * (up + float(weights.up_offset)));
+  }
+}
+
 // Applies the gemm's multiplier and softcap to numbers [kPanel]. Each intermediate result is rounded as if it were
 // stored as an Element.
 template <typename Element>
@@ -78,11 +92,13 @@ inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float
   const int64_t count = std::min(width, weights.out_size - panel * width);
   if (weights.bias != nullptr)
     for (int i = 0; i < kPanel; i += kLanes) store(sums + i, load(sums + i) + load(weights.bias + panel * kPanel + i));
-  if (weights.activation == kSilu)
+  if (weights.gate_limit != 0)
+    gate_within_limits<Element>(weights, sums);
+  else if (weights.activation == kSilu)
     apply<Element>([](Floats x) TOKA_LAMBDA { return silu(x); }, sums, int(width));
   else if (weights.activation != kIdentity)
     activate_otherwise<Element>(weights.activation, sums, int(width));
-  if (weights.is_gated)
+  if (weights.is_gated && weights.gate_limit == 0)
     for (int i = 0; i < kPanel / 2; i += kLanes)
       store(sums + i, load(sums + i) * rounded<Element>(load(sums + kPanel / 2 + i)));
   if (gemm.multiplier != 1 || gemm.softcap != 0) scale_outputs<Element>(gemm.multiplier, gemm.softcap, sums);
@@ -199,16 +215,22 @@ void multiply_blocks(const Gemm<Weight>& gemm, int64_t panel, const uint8_t* cod
   for (int64_t row = first_row; row < end_row; ++row) epilogue(gemm, row, panel, sums + (row - first_row) * kPanel);
 }
 
-// The rows [first_row, end_row) times a panel of codes, in integers. planes: of a row.
+// Rows of x that are multiplied by the same weights, as many as stay in the cache.
+struct RowBlock {
+  int64_t group, first, end;
+  int64_t integer_row;  // the first one's number among those that are multiplied in integers; -1: they are not
+};
+
+// A block times a panel of codes, in integers. planes: of a row.
 template <int planes, int bits, typename Weight>
 void multiply_integers(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, const uint8_t* codes,
-                       const Groups& groups, int64_t first_row, int64_t end_row) {
-  const int64_t num_rows = end_row - first_row, num_tiles = (num_rows + kCodeRows<planes> - 1) / kCodeRows<planes>;
+                       const Groups& groups, const RowBlock& block) {
+  const int64_t num_rows = block.end - block.first, num_tiles = (num_rows + kCodeRows<planes> - 1) / kCodeRows<planes>;
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    const int64_t begin = first_row + num_rows * tile / num_tiles, end = first_row + num_rows * (tile + 1) / num_tiles;
+    const int64_t begin = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
     alignas(64) float sums[kCodeRows<planes> * kPanel];
-    multiply_code_rows<planes, bits>(int(end - begin), x, begin, codes, groups, sums);
-    for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
+    multiply_code_rows<planes, bits>(int(end - begin), x, block.integer_row + begin, codes, groups, sums);
+    for (int64_t row = begin; row < end; ++row) epilogue(gemm, block.first + row, panel, sums + (row - begin) * kPanel);
   }
 }
 
@@ -237,10 +259,11 @@ bool is_by_codes(const PackedWeights& weights, int64_t num_rows) {
          !is_in_planes(weights, num_rows);
 }
 
-// x: the rows in integers, if they are multiplied so.
+// x: the rows in integers that are multiplied so.
 template <typename Weight>
-void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows* x, int64_t panel, int64_t first_row, int64_t end_row) {
+void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, const RowBlock& block) {
   const int64_t in_size = gemm.weights.in_size, panel_size = in_size * kPanel;
+  const int64_t first_row = block.first, end_row = block.end;
   if (gemm.weights.blocks != nullptr) {
     const uint8_t* const from = (const uint8_t*)stored_panel<Weight>(gemm.weights, panel).start;
     return dispatch_blocks(gemm.weights.blocks[panel].type, [&](auto type) {
@@ -249,9 +272,9 @@ void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows* x, int64_t panel, 
       static thread_local std::vector<float> numbers;
       const Groups groups = read_groups<type.value>(from, in_size, scratch(numbers, 2 * sizes.num_groups * kPanel));
       const uint8_t* const codes = from + sizes.codes;
-      if (x != nullptr && x->has_planes)
-        return multiply_integers<kPlanes, bits>(gemm, *x, panel, codes, groups, first_row, end_row);
-      if (x != nullptr) return multiply_integers<1, bits>(gemm, *x, panel, codes, groups, first_row, end_row);
+      if (block.integer_row >= 0 && x.has_planes)
+        return multiply_integers<kPlanes, bits>(gemm, x, panel, codes, groups, block);
+      if (block.integer_row >= 0) return multiply_integers<1, bits>(gemm, x, panel, codes, groups, block);
       if (end_row - first_row <= Tiles<Activation<Weight>>::kRows)
         return multiply_blocks<bits>(gemm, panel, codes, groups, first_row, end_row);
       static thread_local std::vector<Activation<Weight>> widened;
@@ -351,15 +374,15 @@ void quantize_row(const Element* x, int64_t in_size, bool is_wide, int8_t* codes
   }
 }
 
-// The rows of x in 8 bits, or in planes.
+// Rows of x in 8 bits, or in planes. row_numbers [num_rows]: which.
 template <typename Weight>
-Int8Rows integer_rows(const Gemm<Weight>& gemm, bool has_planes) {
+Int8Rows integer_rows(const Gemm<Weight>& gemm, bool has_planes, const int64_t* row_numbers, int64_t num_rows) {
   const int64_t in_size = gemm.weights.in_size, num_blocks = in_size / kInputBlock, planes = has_planes ? kPlanes : 1;
   const bool is_wide = gemm.weights.blocks[0].type == kI8;
   Int8Scratch& memory = int8_scratch();
-  const Int8Rows rows = memory.reserve(gemm.num_rows, has_planes, in_size);
-  Team::get().parallel_for(gemm.num_rows, kQuantizedRows, [&](int64_t row) {
-    const auto* const x = gemm.x + row * gemm.x_stride;
+  const Int8Rows rows = memory.reserve(num_rows, has_planes, in_size);
+  Team::get().parallel_for(num_rows, kQuantizedRows, [&](int64_t row) {
+    const auto* const x = gemm.x + row_numbers[row] * gemm.x_stride;
     int8_t* const codes = memory.codes.data() + row * planes * in_size;
     float *const scales = memory.scales.data() + row * num_blocks, *const sums = memory.sums.data() + row * num_blocks;
     int32_t* const code_sums = memory.code_sums.data() + row * planes * num_blocks;
@@ -454,10 +477,45 @@ void embed(const PackedWeights& weights, const int64_t* token_ids, int64_t num_t
   });
 }
 
+// The rows of all groups in blocks, and which rows are multiplied in integers.
+struct RowBlocks {
+  std::vector<RowBlock> blocks;
+  std::vector<int64_t> integer_rows;
+  bool has_planes = false, has_codes = false;
+
+  void reserve(int64_t num_rows, int64_t num_groups, int64_t tile_rows) {
+    blocks.reserve(num_groups + num_rows / tile_rows);
+    integer_rows.reserve(num_rows);
+  }
+
+  void fill(const PackedWeights* weights, int64_t num_groups, const int64_t* starts, int64_t block_rows) {
+    blocks.clear(), integer_rows.clear();
+    has_planes = has_codes = false;
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const int64_t begin = starts[group], end = starts[group + 1];
+      if (begin == end) continue;
+      const bool in_planes = is_in_planes(weights[group], end - begin);
+      const bool in_integers = in_planes || weights[group].is_int8;
+      has_planes |= in_planes;
+      has_codes |= is_by_codes(weights[group], end - begin);
+      for (int64_t first = begin; first < end; first += block_rows)
+        blocks.push_back({group, first, std::min(first + block_rows, end),
+                          in_integers ? int64_t(integer_rows.size()) + first - begin : -1});
+      for (int64_t row = begin; in_integers && row < end; ++row) integer_rows.push_back(row);
+    }
+  }
+};
+
+RowBlocks& row_blocks() {
+  static RowBlocks memory;
+  return memory;
+}
+
 }  // namespace
 
 template <typename Weight>
-void multiply(const Gemm<Weight>& gemm, const Norm& norm) {
+void multiply_groups(const Gemm<Weight>& gemm, const Norm& norm, const PackedWeights* weights, int64_t num_groups,
+                     const int64_t* starts) {
   typedef Activation<Weight> Element;
   const int64_t in_size = gemm.weights.in_size, num_rows = gemm.num_rows;
   if (num_rows == 0) return;
@@ -469,68 +527,45 @@ void multiply(const Gemm<Weight>& gemm, const Norm& norm) {
   const int64_t cached_rows = kRowBlockBytes / int64_t(in_size * sizeof(Element));
   constexpr int64_t kRows = Tiles<Weight>::kRows;
   const int64_t wanted_rows = std::min(cached_rows, (num_rows + wanted_blocks - 1) / wanted_blocks);
-  const int64_t block_rows = (wanted_rows + kRows - 1) / kRows * kRows;
-  const int64_t num_items = (num_rows + block_rows - 1) / block_rows * num_panels;
+  RowBlocks& rows = row_blocks();
+  rows.fill(weights, num_groups, starts, std::max<int64_t>(1, (wanted_rows + kRows - 1) / kRows) * kRows);
 
-  Gemm<Weight> normed = gemm;
+  const Element* x = gemm.x;
+  int64_t x_stride = gemm.x_stride;
   if (norm.kind != kNoNorm) {
-    Element* rows = scratch(norm_scratch<Element>(), num_rows * in_size);
+    Element* const normed = scratch(norm_scratch<Element>(), num_rows * in_size);
     Team::get().parallel_for(num_rows, kNormRows, [&](int64_t row) {
-      normalize(norm, gemm.x + row * gemm.x_stride, in_size, rows + row * in_size);
+      normalize(norm, x + row * x_stride, in_size, normed + row * in_size);
     });
-    normed.x = rows;
-    normed.x_stride = in_size;
+    x = normed;
+    x_stride = in_size;
   }
-  Int8Rows rows;
-  const bool has_planes = is_in_planes(gemm.weights, num_rows), is_in_integers = has_planes || gemm.weights.is_int8;
-  if (is_in_integers) rows = integer_rows(normed, has_planes);
-  const Int8Rows* const x = is_in_integers ? &rows : nullptr;
-  if (is_by_codes(gemm.weights, num_rows)) normed.group_sums = group_sums(normed);
-  Team::get().parallel_for_ranges(num_items, [&](int64_t item) {
-    const int64_t first = item / num_panels * block_rows;
-    multiply_panel(normed, x, item % num_panels, first, std::min(first + block_rows, num_rows));
+  const auto with = [&](const PackedWeights& own, const float* sums) {
+    return Gemm<Weight>{own, x, x_stride, num_rows, gemm.residual, gemm.out, gemm.multiplier, gemm.softcap, sums};
+  };
+  Int8Rows integers{};
+  if (!rows.integer_rows.empty())
+    integers = integer_rows(with(gemm.weights, nullptr), rows.has_planes, rows.integer_rows.data(),
+                            int64_t(rows.integer_rows.size()));
+  const float* const sums = rows.has_codes ? group_sums(with(gemm.weights, nullptr)) : nullptr;
+  // One list of all groups' work, so that threads share it whatever the rows of each.
+  Team::get().parallel_for_ranges(int64_t(rows.blocks.size()) * num_panels, [&](int64_t item) {
+    const RowBlock& block = rows.blocks[item / num_panels];
+    multiply_panel(with(weights[block.group], sums), integers, item % num_panels, block);
   });
+}
+
+template void multiply_groups(const Gemm<float>&, const Norm&, const PackedWeights*, int64_t, const int64_t*);
+template void multiply_groups(const Gemm<bfloat16>&, const Norm&, const PackedWeights*, int64_t, const int64_t*);
+
+template <typename Weight>
+void multiply(const Gemm<Weight>& gemm, const Norm& norm) {
+  const int64_t starts[] = {0, gemm.num_rows};
+  multiply_groups(gemm, norm, &gemm.weights, 1, starts);
 }
 
 template void multiply(const Gemm<float>&, const Norm&);
 template void multiply(const Gemm<bfloat16>&, const Norm&);
-
-// Of x [starts[num_groups], in_size], the rows [starts[group], starts[group + 1]) times weights[group]. All weights
-// have the same sizes and options; a quantized weight's types may differ.
-template <typename Weight>
-void multiply_groups(const PackedWeights* weights, int64_t num_groups, const int64_t* starts,
-                     const Activation<Weight>* x, int64_t x_stride, Activation<Weight>* out) {
-  struct RowBlock {
-    int64_t group, first, end;
-    bool is_in_integers;
-  };
-  static std::vector<RowBlock> blocks;
-  const int64_t num_rows = starts[num_groups], num_panels = weights->num_panels();
-  if (num_rows == 0) return;
-  const PhaseTimer timer(kGemms);
-  const int64_t cached_rows = kRowBlockBytes / int64_t(weights->in_size * sizeof(*x));
-  bool has_planes = false, has_codes = false;
-  blocks.clear();
-  for (int64_t group = 0; group < num_groups; ++group) {
-    const int64_t begin = starts[group], count = starts[group + 1] - begin;
-    const int64_t num_blocks = (count + cached_rows - 1) / cached_rows;
-    const bool in_planes = count > 0 && is_in_planes(weights[group], count);
-    has_planes = has_planes || in_planes;
-    has_codes = has_codes || is_by_codes(weights[group], count);
-    for (int64_t i = 0; i < num_blocks; ++i)
-      blocks.push_back({group, begin + count * i / num_blocks, begin + count * (i + 1) / num_blocks,
-                        in_planes || weights->is_int8 != 0});
-  }
-  const Gemm<Weight> all{*weights, x, x_stride, num_rows, nullptr, out};
-  Int8Rows rows;
-  if (has_planes || weights->is_int8) rows = integer_rows(all, has_planes);
-  const float* const sums = has_codes ? group_sums(all) : nullptr;
-  Team::get().parallel_for_ranges(int64_t(blocks.size()) * num_panels, [&](int64_t item) {
-    const RowBlock& block = blocks[item / num_panels];
-    const Gemm<Weight> gemm{weights[block.group], x, x_stride, num_rows, nullptr, out, 1, 0, sums};
-    multiply_panel(gemm, block.is_in_integers ? &rows : nullptr, item % num_panels, block.first, block.end);
-  });
-}
 
 template <typename Element>
 void reserve_normed_rows(int64_t num_rows, int64_t in_size) {
@@ -540,10 +575,11 @@ void reserve_normed_rows(int64_t num_rows, int64_t in_size) {
 template void reserve_normed_rows<float>(int64_t, int64_t);
 template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 
-void reserve_rows(const PackedWeights& weights, int64_t num_rows) {
+void reserve_rows(const PackedWeights& weights, int64_t num_rows, int64_t num_groups) {
+  row_blocks().reserve(num_rows, num_groups, kTileRows);
   if (weights.is_int8) int8_scratch().reserve(num_rows, false, weights.in_size);
-  const int64_t plane_rows = std::min(num_rows, kMaxPlaneRows);
-  if (is_in_planes(weights, plane_rows)) int8_scratch().reserve(plane_rows, true, weights.in_size);
+  if (is_in_planes(weights, std::min(num_rows, kMaxPlaneRows)))
+    int8_scratch().reserve(std::min(num_rows, num_groups * kMaxPlaneRows), true, weights.in_size);
   if (is_by_codes(weights, num_rows)) scratch(group_sums_scratch(), num_rows * group_sums_start(weights.in_size, 0));
 }
 
@@ -594,17 +630,6 @@ TOKA_EXPORT void toka_multiply(const PackedWeights* weights, const void* x, int6
     multiply<Weight>(
         {*weights, (const Element*)x, x_stride, num_rows, nullptr, (Element*)out, float(multiplier), float(softcap)},
         norm == nullptr ? kUnnormed : *norm);
-  });
-}
-
-// Of x, the rows [starts[group], starts[group + 1]) times weights[group], for each of num_groups groups -> out
-// [starts[num_groups], out_size]. The weights have the same sizes and options.
-TOKA_EXPORT void toka_multiply_groups(const PackedWeights* weights, int64_t num_groups, const int64_t* starts,
-                                      const void* x, int64_t x_stride, void* out) {
-  dispatch_activation_type(weights->weight_type, [&](auto tag) {
-    typedef TypeOf<decltype(tag)> Weight;
-    typedef Activation<Weight> Element;
-    multiply_groups<Weight>(weights, num_groups, starts, (const Element*)x, x_stride, (Element*)out);
   });
 }
 

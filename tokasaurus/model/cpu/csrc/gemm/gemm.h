@@ -24,6 +24,9 @@ struct PackedWeights {
   const PanelBlocks* blocks;  // of each panel, see blocks.h; null if the weights are not quantized
   int64_t is_int8;            // x is quantized too: see int8_tile.h. Only with blocks.
   int64_t activation;         // an ActivationFunction, of gates or, if there are none, of outputs
+  // Of silu, unless the limit is 0: gates are at most so large, ups at most of this magnitude, and the output is
+  // gate * sigmoid(alpha * gate) * (up + offset).
+  double gate_limit, gate_alpha, up_offset;
 
   // Outputs per panel.
   int64_t panel_width() const { return is_gated ? kPanel / 2 : kPanel; }
@@ -51,6 +54,15 @@ void multiply(const Gemm<Weight>& gemm, const Norm& norm);
 extern template void multiply(const Gemm<float>&, const Norm&);
 extern template void multiply(const Gemm<bfloat16>&, const Norm&);
 
+// Of x, the rows [starts[group], starts[group + 1]) times weights[group], for each of num_groups groups. gemm.weights
+// is the first of the weights, which have the same sizes and options; a quantized weight's types may differ.
+template <typename Weight>
+void multiply_groups(const Gemm<Weight>& gemm, const Norm& norm, const PackedWeights* weights, int64_t num_groups,
+                     const int64_t* starts);
+
+extern template void multiply_groups(const Gemm<float>&, const Norm&, const PackedWeights*, int64_t, const int64_t*);
+extern template void multiply_groups(const Gemm<bfloat16>&, const Norm&, const PackedWeights*, int64_t, const int64_t*);
+
 // Allocates and touches the memory for normalized rows of x, [num_rows, in_size].
 template <typename Element>
 void reserve_normed_rows(int64_t num_rows, int64_t in_size);
@@ -59,7 +71,8 @@ extern template void reserve_normed_rows<float>(int64_t, int64_t);
 extern template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 
 // Allocates and touches the memory for num_rows rows of x in integers, or for their sums, if these weights want them.
-void reserve_rows(const PackedWeights& weights, int64_t num_rows);
+// num_groups: which the rows may have.
+void reserve_rows(const PackedWeights& weights, int64_t num_rows, int64_t num_groups = 1);
 
 // At least `size` elements of `memory`, which is kept between calls and grows as needed.
 template <typename Element>
