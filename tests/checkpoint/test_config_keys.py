@@ -162,7 +162,7 @@ APPLIED_VALUES: dict[str, Any] = {
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_interval", "n_group", "topk_group", "first_k_dense_replace"), 2),
     **{"mlp_only_layers": [1], "norm_topk_prob": True, "moe_norm_min": 0.1, "routed_scaling_factor": 3.0},
     **{"moe_num_shared_experts": 1, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
-    **{"swiglu_alpha": 3.0, "swiglu_limit": 3.0},
+    **{"swiglu_alpha": 3.0, "swiglu_limit": 3.0, "router_jitter_noise": 0.3, "lm_head_bias": True},
     "layer_rope_theta": [0, 1e4, 7e5],
     "partial_rotary_factor": 0.25,
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},

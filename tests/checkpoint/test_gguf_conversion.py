@@ -157,7 +157,7 @@ def test_rope_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
         ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor = 0.5"),
         ({"llama.attention.temperature_scale": 0.1}, "temperature_scale = 0.1"),
         ({"llama.attention.sliding_window": 128}, "sliding_window = 128"),
-        ({"llama.expert_count": 8}, "expert_count = 8"),
+        ({"llama.expert_weights_scale": 2.0}, "expert_weights_scale = 2.0"),
         ({"llama.some_new_scale": 2.0}, "some_new_scale"),
         ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv differs by layer"),
         ({"llama.rope.dimension_count": 8}, "dimension_count"),

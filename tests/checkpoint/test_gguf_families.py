@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.helpers.gguf_families import write_family_gguf
 from tests.helpers.tiny_model import LONGROPE, option_config, save_random_model
+from tests.model.helpers.greedy_decoding import load, run_whole_prompt
 from tokasaurus.checkpoint import read_model_info, resolve_checkpoint, with_safetensors
 from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.checkpoint.spec import ModelSpec
+from tokasaurus.model.parallel.mesh import Mesh
 
 # Where llama.cpp has no key for an option, the value that it takes to be every model's.
 CASES: list[tuple[str, int, dict[str, Any]]] = [
@@ -57,9 +60,26 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("hunyuan_v1_dense", 1, {}),
 ]
 
+WITH_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("qwen2_moe", 0, {}),
+    ("qwen3_moe", 0, {}),
+    ("mixtral", 0, {}),
+    ("olmoe", 0, {}),
+    ("granitemoe", 0, {}),
+    ("granitemoe", 1, {}),
+    ("ernie4_5_moe", 0, {}),
+    ("hunyuan_v1_moe", 0, {}),
+    ("hunyuan_v1_moe", 1, {}),
+    ("glm4_moe", 0, {"num_nextn_predict_layers": 0}),
+    ("glm4_moe", 1, {"num_nextn_predict_layers": 0}),
+    ("dots1", 1, {}),
+    ("minimax_m2", 0, {}),
+    ("gpt_oss", 0, {}),
+]
+
 
 def test_every_architecture_is_tested() -> None:
-    assert {family for family, _, _ in CASES} | {"qwen2", "qwen3"} >= {
+    assert {family for family, _, _ in (*CASES, *WITH_EXPERTS)} | {"qwen2", "qwen3"} >= {
         name for name, family in FAMILIES.items() if family.gguf is not None
     }
 
@@ -99,3 +119,21 @@ def test_layers_and_tensors_are_those_of_the_checkpoint(
     tolerance = 1e-7 if FAMILIES[family].stored.adds_one else 0.0
     for name, tensor in saved.items():
         np.testing.assert_allclose(tensors[name].numpy(), tensor.numpy(), rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize(("family", "number", "sizes"), WITH_EXPERTS)
+def test_families_with_experts_compute_what_transformers_does(
+    family: str, number: int, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files have all experts together, but gates and ups apart, other than some checkpoints."""
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    oracle = save_random_model(tmp_path / "saved", option_config(family, number, tied=True, **sizes))
+    write_family_gguf(tmp_path / "model.gguf", oracle)
+    found = resolve_checkpoint(str(tmp_path / "model.gguf"))
+    assert in_float32(found.info.spec) == in_float32(read_model_info(tmp_path / "saved").spec)
+    token_ids = torch.arange(40) * 5
+    model, info = load(found.directory)
+    logits = run_whole_prompt(model, info, Mesh(), None, token_ids)
+    with torch.inference_mode():
+        expected = oracle(token_ids.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

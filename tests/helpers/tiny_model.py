@@ -185,6 +185,15 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "mixtral": [{"num_local_experts": 6}, {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 9}],
+    "phimoe": [
+        {"num_local_experts": 8, "router_jitter_noise": 0.2},
+        {
+            **{"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "sliding_window": 9},
+            "rope_parameters": {
+                **{**LONGROPE, "original_max_position_embeddings": 16, "short_mscale": 1.3, "long_mscale": 1.3},
+            },
+        },
+    ],
     "olmoe": [
         {"num_experts": 9, "num_experts_per_tok": 4},
         {"num_experts": 9, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True},

@@ -1,11 +1,19 @@
 """GGUF files of every family, as llama.cpp's converter writes them from a checkpoint of transformers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, get_tensor_name_map
-from gguf.constants import RopeScalingType
+from gguf import (
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    get_tensor_name_map,
+    quantize,
+)
+from gguf.constants import ExpertGatingFuncType, RopeScalingType
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -15,14 +23,20 @@ _ARCHITECTURES = {
     **{"mistral": MODEL_ARCH.LLAMA, "gemma3_text": MODEL_ARCH.GEMMA3, "olmo3": MODEL_ARCH.OLMO2},
     **{"phi": MODEL_ARCH.PHI2, "cohere": MODEL_ARCH.COMMAND_R, "ministral3": MODEL_ARCH.MISTRAL3},
     **{"glm": MODEL_ARCH.CHATGLM, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE},
+    **{"qwen2_moe": MODEL_ARCH.QWEN2MOE, "qwen3_moe": MODEL_ARCH.QWEN3MOE, "mixtral": MODEL_ARCH.LLAMA},
+    **{"granitemoe": MODEL_ARCH.GRANITE_MOE, "hunyuan_v1_moe": MODEL_ARCH.HUNYUAN_MOE},
+    "minimax_m2": MODEL_ARCH.MINIMAXM2,
 }
 """Those that are not named as the family."""
-_PERMUTED = ("llama", "mistral", "ministral3", "smollm3", "olmo", "granite", "arcee")
+_PERMUTED = ("llama", "mistral", "ministral3", "smollm3", "olmo", "granite", "arcee", "mixtral", "granitemoe")
 _ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 
-def write_family_gguf(path: Path, model: PreTrainedModel, fuses_heads: bool = False) -> None:
-    """In float32, with a tokenizer of a few tokens. fuses_heads: queries, keys and values are one tensor."""
+def write_family_gguf(
+    path: Path, model: PreTrainedModel, fuses_heads: bool = False, of_experts: GGMLQuantizationType | None = None
+) -> None:
+    """In float32, with a tokenizer of a few tokens. fuses_heads: queries, keys and values are one tensor. of_experts:
+    type of the matrices of experts."""
     config = model.config
     family, num_layers = config.model_type, config.num_hidden_layers
     architecture = _ARCHITECTURES.get(family) or MODEL_ARCH[family.upper()]
@@ -30,6 +44,7 @@ def write_family_gguf(path: Path, model: PreTrainedModel, fuses_heads: bool = Fa
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     _add_sizes(writer, config, head_dim)
     _add_options(writer, config)
+    _add_expert_sizes(writer, config)
     _add_rotary(writer, config, head_dim)
     for key, value in byte_tokenizer().items():
         if isinstance(value, str):
@@ -57,6 +72,15 @@ def write_family_gguf(path: Path, model: PreTrainedModel, fuses_heads: bool = Fa
                     writer.add_tensor(f"blk.{name.split('.')[2]}.attn_qkv.{kind}", np.concatenate(parts))
                 fused.clear()
             continue
+        if (tensors := _of_experts(name, stored, config)) is not None:
+            for part, values in tensors.items():
+                own = f"blk.{name.split('.')[2]}.{part}"
+                if of_experts is not None and values.ndim == 3:
+                    blocks = quantize(np.ascontiguousarray(values), of_experts)
+                    writer.add_tensor(own, blocks, raw_dtype=of_experts)
+                else:
+                    writer.add_tensor(own, np.ascontiguousarray(values))
+            continue
         written = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert written is not None, name
         writer.add_tensor(written, np.ascontiguousarray(stored))
@@ -64,6 +88,60 @@ def write_family_gguf(path: Path, model: PreTrainedModel, fuses_heads: bool = Fa
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _of_experts(name: str, stored: NDArray[np.float32], config: Any) -> dict[str, NDArray[np.float32]] | None:
+    """Tensors of a layer, by their names in files, that are made of one of experts; None of another one. name: in
+    transformers' class."""
+    path, _, kind = name.rpartition(".")
+    if kind == "e_score_correction_bias":
+        return {"exp_probs_b.bias": stored.flatten()}
+    if kind == "sinks":
+        return {"attn_sinks.weight": stored}
+    if path.endswith(("mlp.gate", "mlp.router", "block_sparse_moe.router", "mlp.gate.wg")):
+        return {f"ffn_gate_inp.{kind}": stored}
+    if path.endswith("shared_expert_gate"):
+        return {"ffn_gate_inp_shexp.weight": stored.flatten()}
+    shared = re.search(r"shared_(?:experts?|mlp)\.(gate|up|down)_proj$", path)
+    if shared is not None:
+        return {f"ffn_{shared[1]}_shexp.weight": stored}
+    if not path.endswith(".experts"):
+        return None
+    is_transposed, own = config.model_type == "gpt_oss", "bias" if kind.endswith("bias") else "weight"
+    if is_transposed and own == "weight":
+        stored = stored.swapaxes(1, 2)
+    if kind.startswith("down"):
+        return {f"ffn_down_exps.{own}": stored}
+    gate, up = (stored[:, ::2], stored[:, 1::2]) if is_transposed else np.split(stored, 2, axis=1)
+    return {f"ffn_gate_exps.{own}": gate, f"ffn_up_exps.{own}": up}
+
+
+def _add_expert_sizes(writer: GGUFWriter, config: Any) -> None:
+    def first(*names: str) -> Any:
+        value = next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+        return value[0] if isinstance(value, list) else value
+
+    if (count := first("num_local_experts", "num_experts", "moe_num_experts")) is None:
+        return
+    family = config.model_type
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(first("moe_topk", "num_experts_per_tok", "moe_k"))
+    if family not in ("mixtral", "olmoe", "granitemoe"):
+        writer.add_expert_feed_forward_length(first("moe_intermediate_size", "intermediate_size"))
+    if family in ("qwen2_moe", "hunyuan_v1_moe"):
+        writer.add_expert_shared_feed_forward_length(first("shared_expert_intermediate_size", "intermediate_size"))
+    if family in ("glm4_moe", "dots1", "ernie4_5_moe"):
+        writer.add_expert_shared_count(first("n_shared_experts", "moe_num_shared_experts"))
+        writer.add_leading_dense_block_count(first("first_k_dense_replace", "moe_layer_start_index"))
+    if family == "ernie4_5_moe":
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if family in ("glm4_moe", "dots1", "minimax_m2"):
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if family in ("glm4_moe", "dots1"):
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
 
 
 def _add_sizes(writer: GGUFWriter, config: Any, head_dim: int) -> None:

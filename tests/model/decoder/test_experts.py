@@ -1,14 +1,20 @@
 """Routers against sorting in plain Python, in float64, and the products of experts that torch computes."""
 
 import itertools
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.checkpoint.helpers.gguf_families import write_family_gguf
 from tests.helpers.tiny_model import OPTIONS, VOCAB_SIZE, option_config, save_random_model
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
+from tokasaurus.checkpoint import CheckpointError, resolve_checkpoint
 from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.checkpoint.families.experts import FAMILIES as WITH_EXPERTS
 from tokasaurus.checkpoint.spec import ExpertsSpec, RouterSpec
@@ -146,3 +152,94 @@ def test_random_routers_choose_by_token_and_layer(family: str, tmp_path: Path) -
 def test_the_tiny_models_have_all_families_with_experts() -> None:
     assert set(WITH_EXPERTS) <= set(OPTIONS)
     assert set(WITH_EXPERTS) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe", "hunyuan_v1_moe"])
+def test_files_that_have_experts_together_are_read(family: str, tmp_path: Path) -> None:
+    """As transformers 5 may save them: three dimensions, gates before ups."""
+    oracle = save_random_model(tmp_path, option_config(family, 1))
+    oracle.save_pretrained(tmp_path, save_original_format=False)
+    token_ids = torch.arange(40) * 5
+    with torch.inference_mode():
+        expected = oracle(token_ids.unsqueeze(0)).logits[0]
+    for packed in (True, False):
+        model, info = load(tmp_path, packed=packed)
+        assert info.stacks_experts
+        logits = run_whole_prompt(model, info, Mesh(), None, token_ids)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def save_changed(directory: Path, changes: Callable[[dict[str, Tensor]], object], **fields: int) -> None:
+    """A model of Qwen 3 with 8 experts, with other tensors or fields of config.json."""
+    save_random_model(directory, option_config("qwen3_moe", 0))
+    tensors = load_file(directory / "model.safetensors")
+    changes(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+_ROUTER, _LAST = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.7.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "words"),
+    [
+        (dict.keys, {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than num_local_experts 8"),
+        (lambda tensors: tensors.pop(_LAST), {}, f"the checkpoint lacks tensor {_LAST}: config.json has 8 experts"),
+        (lambda tensors: tensors.pop(_LAST.replace("7", "3")), {}, "the checkpoint lacks tensor "),
+        (
+            lambda tensors: tensors.update({_ROUTER.replace("1", "0"): torch.zeros(7, 64)}),
+            *({}, r"gate.weight has shape \(7, 64\), but config.json makes it \(8, 64\)"),
+        ),
+        (lambda tensors: tensors.pop(_ROUTER), {}, f"the checkpoint lacks tensor {_ROUTER}"),
+        (dict.keys, {"num_local_experts": 6}, r"gate.weight has shape \(8, 64\), but config.json makes it \(6, 64\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    changes: Callable[[dict[str, Tensor]], object], fields: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    save_changed(tmp_path, changes, **fields)
+    with pytest.raises(CheckpointError, match=words) as raised:
+        load(tmp_path)
+    assert raised.value.exit_code == 2
+
+
+def test_layers_that_draft_are_passed_over(tmp_path: Path) -> None:
+    """Published files of GLM 4.5 have one; other families' further layers are refused."""
+    config = option_config("glm4_moe", 0)
+    oracle = save_random_model(tmp_path, config)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.3.{name}": torch.ones(3) for name in ("eh_proj.weight", "mlp.gate.weight")}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model, info = load(tmp_path)
+    with torch.inference_mode():
+        expected = oracle(torch.arange(20).unsqueeze(0)).logits[0]
+    torch.testing.assert_close(
+        run_whole_prompt(model, info, Mesh(), None, torch.arange(20)), expected, atol=1e-4, rtol=1e-4
+    )
+    save_changed(tmp_path, lambda tensors: tensors.update({"model.layers.3.mlp.gate.weight": torch.ones(3)}))
+    with pytest.raises(
+        CheckpointError, match=r"has tensor model\.layers\.3\.mlp\.gate\.weight, which this model has no"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("block_type", ["Q8_0", "Q4_1"])
+def test_blocks_of_experts_are_multiplied_as_they_are(
+    block_type: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the same blocks as plain numbers."""
+    saved = save_random_model(tmp_path / "saved", option_config(family, 0))
+    write_family_gguf(tmp_path / "model.gguf", saved, of_experts=GGMLQuantizationType[block_type])
+    with monkeypatch.context() as changed:
+        changed.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+        directory = resolve_checkpoint(str(tmp_path / "model.gguf")).directory
+        model, info = load(directory)
+    expected = run_whole_prompt(model, info, Mesh(), None, torch.arange(40) * 5)
+    packed, _ = load(directory, packed=True)
+    assert packed.block_types == [block_type]
+    assert packed.saved_bytes > 0
+    logits = run_whole_prompt(packed, info, Mesh(), None, torch.arange(40) * 5)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

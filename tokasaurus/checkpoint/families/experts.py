@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tokasaurus.checkpoint.families.family import ExpertStack, Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import ExpertStack, Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.families.granite import MULTIPLIERS, layer_of_granite, scales_of_granite
 from tokasaurus.checkpoint.families.hunyuan import attention_of_hunyuan, rope_of_hunyuan
-from tokasaurus.checkpoint.json_files import CheckpointError, positive_int
+from tokasaurus.checkpoint.json_files import CheckpointError, json_object, positive_int
 from tokasaurus.checkpoint.spec import AttentionSpec, ExpertsSpec, GateLimits, LayerSpec, MLPSpec, ModelSpec, NormSpec
 
 
@@ -68,6 +68,26 @@ def _mixtral(config: Settings) -> ModelSpec:
     attention = config.attention(window=config.window)
     experts = config.experts("num_local_experts|num_experts", normalizes=True)
     return config.model(_layers(config, [attention] * config.num_layers, experts), config.norm())
+
+
+def _phimoe(config: Settings) -> ModelSpec:
+    for key in ("rope_parameters", "rope_scaling"):
+        setting = json_object(config.fields, key)
+        scale, of_long = setting.get("short_mscale"), setting.get("long_mscale")
+        if scale != of_long:
+            raise CheckpointError(f"{key} with short_mscale {scale!r} and long_mscale {of_long!r} is not supported")
+        if scale is not None:  # transformers' class has the short factors for sequences of any length
+            kept = {name: value for name, value in setting.items() if not name.endswith("mscale")}
+            config.fields[key] = {**kept, "attention_factor": scale, "long_factor": setting.get("short_factor")}
+    bias, norm = config.flag("attention_bias"), config.norm(kind="layer", has_bias=True)
+    jitter = config.fields.get("router_jitter_noise")
+    if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
+        raise CheckpointError(f"router_jitter_noise must be a number from 0 to 1, not {jitter!r}")
+    config.fields["num_experts_per_tok"] = 2  # whatever the file says
+    experts = config.experts("num_local_experts|num_experts", scores="sparsemixer", jitter=jitter)
+    attention = config.attention(window=config.window, has_qkv_bias=bias, has_out_bias=bias)
+    layers = _layers(config, [attention] * config.num_layers, experts, norm=norm)
+    return config.model(layers, norm, has_head_bias=config.flag("lm_head_bias"))
 
 
 def _olmoe(config: Settings) -> ModelSpec:
@@ -188,6 +208,9 @@ _MIXTRAL = {
 }
 _SHARED = {f"mlp.shared.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _QWEN = ("mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok")
+_POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
+_SAME_WIDTH = ("expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_shared_count")
+"""Keys of GGUF files, of experts as wide as an MLP and one that is shared."""
 _COUNTS = ("num_experts", "num_local_experts")
 _SIGMOID = (
     *("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size", "n_group"),
@@ -215,6 +238,7 @@ FAMILIES = {
             },
             stack=_FUSED,
         ),
+        gguf=GGUFFiles("qwen2moe", fields={"norm_topk_prob": False}),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -226,6 +250,7 @@ FAMILIES = {
             "sliding_window": 4096,
         },
         stored=StoredTensors(stack=_FUSED),
+        gguf=GGUFFiles("qwen3moe", fields={"norm_topk_prob": True}),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -233,6 +258,18 @@ FAMILIES = {
         applied=(*_COUNTS, "num_experts_per_tok", "sliding_window"),
         without_effect=(*_LOSSES, "router_jitter_noise"),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+        stored=StoredTensors(_MIXTRAL),
+        is_kv_heads_optional=True,
+        gguf=GGUFFiles("llama", needed=("expert_count",), is_permuted=True),
+    ),
+    "phimoe": Family(
+        "PhimoeForCausalLM",
+        _phimoe,
+        applied=(*(*_COUNTS, "router_jitter_noise", "attention_bias", "lm_head_bias", "sliding_window"),),
+        without_effect=(*_LOSSES, "input_jitter_noise", "num_experts_per_tok"),
+        defaults={
+            **{"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 16, "router_jitter_noise": 0.01},
+        },
         stored=StoredTensors(_MIXTRAL),
         is_kv_heads_optional=True,
     ),
@@ -245,6 +282,7 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
         stored=StoredTensors(stack=_FUSED),
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("olmoe", fields={"norm_topk_prob": False}),
     ),
     "granitemoe": Family(
         "GraniteMoeForCausalLM",
@@ -257,6 +295,7 @@ FAMILIES = {
             stack=ExpertStack("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
         ),
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("granitemoe", is_permuted=True),
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
@@ -276,6 +315,7 @@ FAMILIES = {
             {**_SHARED, "mlp.choice": "mlp.moe_statics"}, is_interleaved=True, has_choice_bias_row=True, stack=_FUSED
         ),
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("ernie4_5-moe", ignored=("expert_shared_feed_forward_length",)),
     ),
     "hunyuan_v1_moe": Family(
         "HunYuanMoEV1ForCausalLM",
@@ -295,6 +335,7 @@ FAMILIES = {
             stack=_FUSED,
         ),
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("hunyuan-moe", ignored=_SAME_WIDTH),
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
@@ -309,6 +350,7 @@ FAMILIES = {
         },
         stored=StoredTensors({**_SHARED, "mlp.choice": "mlp.gate"}, stack=_FUSED, has_draft_layers=True),
         has_partial_rotary=True,
+        gguf=GGUFFiles("glm4moe", modules=_POST_NORM, ignored=("expert_gating_func",)),
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
@@ -322,6 +364,7 @@ FAMILIES = {
         },
         stored=StoredTensors({**_SHARED, "mlp.choice": "mlp.gate"}, stack=_FUSED),
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("dots1", ignored=("expert_gating_func",)),
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
@@ -331,6 +374,7 @@ FAMILIES = {
         defaults={"head_dim": 128, "rope_theta": 5e6, "num_local_experts": 256, "num_experts_per_tok": 8},
         stored=StoredTensors(_MIXTRAL),
         has_partial_rotary=True,
+        gguf=GGUFFiles("minimax-m2", ignored=("expert_gating_func", "expert_feed_forward_length")),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -351,5 +395,11 @@ FAMILIES = {
             stack=ExpertStack("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),
         ),
         is_kv_heads_optional=True,
+        gguf=GGUFFiles(
+            "gpt-oss",
+            modules={**_POST_NORM, "attn_sinks": "self_attn"},
+            fields={"truncate": False},
+            ignored=("expert_feed_forward_length",),
+        ),
     ),
 }

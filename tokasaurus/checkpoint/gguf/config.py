@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tokasaurus.checkpoint.config_keys import OTHER_SAMPLING
 from tokasaurus.checkpoint.families import FAMILIES, Family
 from tokasaurus.checkpoint.families.family import FULL, SLIDING
-from tokasaurus.checkpoint.gguf.model import ARCHITECTURES, ROPE_FACTORS
+from tokasaurus.checkpoint.gguf.model import ROPE_FACTORS, family_of, num_draft_layers
 from tokasaurus.checkpoint.json_files import CheckpointError
 from tokasaurus.checkpoint.rope import magnitude
 
@@ -59,12 +59,25 @@ _BY_FAMILY = {
     "embedding_scale": ("embedding_multiplier",),
     "residual_scale": ("residual_multiplier",),
     "logit_scale": ("logit_scale", "logits_scaling"),
+    "expert_count": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+    "interleave_moe_layer_step": ("moe_layer_interval",),
+    "nextn_predict_layers": ("num_nextn_predict_layers",),
 }
 """Keys, and the field of config.json that each is, by its name in one family or another."""
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _FLAGS = {
     "attention_bias": "self_attn.q_proj.bias",
     "use_bias": "self_attn.q_proj.bias",
+    "qkv_bias": "self_attn.q_proj.bias",
     "attention_out_bias": "self_attn.o_proj.bias",
     "mlp_bias": "mlp.up_proj.bias",
     "qk_layernorm": "self_attn.q_norm.weight",
@@ -130,12 +143,12 @@ def model_config(
         for key, value in metadata.items()
         if key.startswith(f"{architecture}.")
     }
-    name = [each for each in ARCHITECTURES[architecture] if _needed(FAMILIES[each]) <= fields.keys()][-1]
+    name = family_of(architecture, fields)
     family = FAMILIES[name]
     assert family.gguf is not None
     num_heads = _number(architecture, fields, "attention.head_count")
     hidden_size = _number(architecture, fields, "embedding_length")
-    num_layers = _number(architecture, fields, "block_count")
+    num_layers = _number(architecture, fields, "block_count") - num_draft_layers(family, fields)
     head_dim = fields.get("attention.key_length", hidden_size // num_heads)
     config = {
         "architectures": [family.architecture],
@@ -172,6 +185,8 @@ def model_config(
     rope = {"rope_theta": theta, **_scaling(architecture, fields, num_rotated, rope_factors)}
     if family.has_partial_rotary:
         rope["partial_rotary_factor"] = num_rotated / head_dim
+    if "truncate" in config:
+        rope["truncate"] = config.pop("truncate")
     if config.get("llama_4_scaling_beta") is not None:
         rope["llama_4_scaling_beta"] = config.pop("llama_4_scaling_beta")
     by_type = "rope_local_base_freq" in family.applied
@@ -183,11 +198,6 @@ def model_config(
     }
 
 
-def _needed(family: Family) -> set[str]:
-    assert family.gguf is not None
-    return set(family.gguf.needed)
-
-
 def _by_family(architecture: str, family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that not every family has. Raises CheckpointError for a key that is not applied."""
     assert family.gguf is not None
@@ -195,7 +205,7 @@ def _by_family(architecture: str, family: Family, fields: Mapping[str, Any]) -> 
     found.update(family.gguf.fields)
     if "use_sliding_window" in family.applied:  # a window then needs more keys than there are
         found.pop("sliding_window", None)
-    applied = {*family.applied, *found, "rms_norm_eps"}
+    applied = {*family.applied, *found, "rms_norm_eps", "num_nextn_predict_layers"}
     if "use_sliding_window" in family.applied:
         applied -= {"sliding_window"}
     for key, value in fields.items():

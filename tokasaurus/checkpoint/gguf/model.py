@@ -1,7 +1,7 @@
 """The tensors of a GGUF model under their names in Hugging Face format, from one file or several parts."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from tokasaurus.checkpoint.families import FAMILIES, Family
 from tokasaurus.checkpoint.gguf.header import Header, TensorEntry, read_header
 from tokasaurus.checkpoint.json_files import CheckpointError, unreadable
+from tokasaurus.checkpoint.spec import ROUTER
 from tokasaurus.checkpoint.stored_tensors import StoredTensor
 
 SUFFIX = ".gguf"
@@ -36,8 +37,15 @@ _LAYER_MODULES = {
     "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "attention_out_norm",
     "post_ffw_norm": "mlp_out_norm",
+    "ffn_gate_inp": ROUTER,
+    "exp_probs_b": "mlp.choice",
+    **{f"ffn_{name}_exps": f"mlp.experts.*.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"ffn_{name}_shexp": f"mlp.shared.{name}_proj" for name in ("gate", "up", "down")},
+    "ffn_gate_inp_shexp": "mlp.shared_gate",
 }
 """Modules that every family may have, by their names in `families`."""
+_KINDS = {"attn_sinks": "sinks", "exp_probs_b": "e_score_correction_bias"}
+"""Kinds of these tensors, where that is not "weight" or "bias"."""
 _IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
 _FUSED = "self_attn.qkv_proj"
 _PERMUTED = ("self_attn.q_proj", "self_attn.k_proj")
@@ -51,6 +59,7 @@ _MAX_PARTS = 1000
 
 _KEYS_OF_TENSORS = (
     *("block_count", "embedding_length", "attention.head_count", "attention.head_count_kv", "attention.key_length"),
+    *("expert_count", "nextn_predict_layers", "attention.sliding_window"),
 )
 """Keys of the metadata, which follow the architecture's name and a dot."""
 
@@ -119,7 +128,9 @@ def read_model(files: Sequence[Path], wanted: Callable[[str], bool] | None = Non
         if type(num_layers) is not int:
             raise CheckpointError(f"{architecture}.block_count is missing")
         head_size = _head_size(architecture, metadata)
-        family = FAMILIES[ARCHITECTURES[architecture][0]]  # those of an architecture store the same tensors
+        own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
+        family = FAMILIES[family_of(architecture, own)]
+        num_drafting = num_draft_layers(family, own)
         tensors: dict[str, StoredTensor] = {}
         rope_factors: dict[str, StoredTensor] = {}
         for file, header in zip(files, headers, strict=True):
@@ -128,6 +139,8 @@ def read_model(files: Sequence[Path], wanted: Callable[[str], bool] | None = Non
                     rope_factors[entry.name] = _stored(file, entry)
                     continue
                 place = _place(family, num_layers, entry.name)
+                if num_drafting and entry.name.startswith(_beginnings(num_layers, num_drafting)):
+                    continue
                 if place is None:
                     raise CheckpointError(f"tensor {entry.name} does not belong in a {architecture} model")
                 prefix, module, kind = place
@@ -143,7 +156,11 @@ def read_model(files: Sequence[Path], wanted: Callable[[str], bool] | None = Non
                 if is_interleaved and (head_size < 1 or entry.shape[0] % head_size or head_size % 2):
                     raise CheckpointError(f"tensor {entry.name} has {entry.shape[0]} rows, but heads have {head_size}")
                 stored = _stored(file, entry, head_size if is_interleaved else 0, added)
-                if module == _FUSED and _FUSED not in family.stored.fused:
+                if "*" in module:
+                    tensors.update(_of_experts(stored, entry.name, f"{prefix}{{}}.{kind}", family, module))
+                elif len(entry.shape) == 1 and module in _rows_in_checkpoint(family):
+                    tensors[name] = replace(stored, shape=(1, *entry.shape))
+                elif module == _FUSED and _FUSED not in family.stored.fused:
                     sizes = _rows_of_heads(architecture, metadata, head_size)
                     tensors.update(_split(stored, f"{prefix}self_attn", kind, sizes))
                 else:
@@ -155,6 +172,50 @@ def read_model(files: Sequence[Path], wanted: Callable[[str], bool] | None = Non
 
 def _stored(file: Path, entry: TensorEntry, interleaved_head: int = 0, added: float = 0.0) -> StoredTensor:
     return StoredTensor(file, entry.type_name, entry.shape, entry.begin, entry.end, interleaved_head, added=added)
+
+
+def family_of(architecture: str, fields: Mapping[str, Any]) -> str:
+    """The family by its model_type. fields: the metadata of the architecture, without its name."""
+    found = {key for key, value in fields.items() if value}
+    possible = [name for name in ARCHITECTURES[architecture] if found.issuperset(_needed(FAMILIES[name]))]
+    return possible[-1]
+
+
+def _needed(family: Family) -> tuple[str, ...]:
+    assert family.gguf is not None
+    return family.gguf.needed
+
+
+def num_draft_layers(family: Family, fields: Mapping[str, Any]) -> int:
+    """How many of the last layers draft tokens, and are not read."""
+    value = fields.get("nextn_predict_layers", 0) if family.stored.has_draft_layers else 0
+    return value if type(value) is int else 0
+
+
+def _beginnings(num_layers: int, num_drafting: int) -> tuple[str, ...]:
+    """Of the names of tensors in the last layers."""
+    return tuple(f"blk.{index}." for index in range(num_layers - num_drafting, num_layers))
+
+
+def _rows_in_checkpoint(family: Family) -> list[str]:
+    """Modules whose tensors are matrices of one row in checkpoints, and vectors here."""
+    return ["mlp.shared_gate", *(["mlp.choice"] if family.stored.has_choice_bias_row else [])]
+
+
+def _of_experts(
+    stored: StoredTensor, name_in_file: str, name: str, family: Family, module: str
+) -> dict[str, StoredTensor]:
+    """The tensors of each expert that one has. name: with a place for the module's."""
+    if len(stored.shape) < 2:
+        raise CheckpointError(f"tensor {name_in_file} has shape {stored.shape}, without a dimension of experts")
+    num_experts, *shape = stored.shape
+    size = (stored.end - stored.begin) // num_experts
+    return {
+        name.format(family.stored.name(module.replace("*", str(index)))): replace(
+            stored, shape=tuple(shape), begin=stored.begin + index * size, end=stored.begin + (index + 1) * size
+        )
+        for index in range(num_experts)
+    }
 
 
 def _rows_of_heads(architecture: str, metadata: dict[str, Any], head_size: int) -> dict[str, int]:
@@ -228,4 +289,6 @@ def _place(family: Family, num_layers: int, name: str) -> tuple[str, str, str] |
         found = {**_LAYER_MODULES, **family.gguf.modules}.get(in_layer[2])
         fused = [each for each, parts in family.stored.fused.items() if found in parts and each.startswith("mlp.")]
         found = fused[0] if fused else found  # the first part has the place of the fused tensor
-    return None if found is None or kind not in ("weight", "bias") else (prefix, found, kind)
+    if found is None or kind not in ("weight", "bias"):
+        return None
+    return prefix, found, kind if in_layer is None else _KINDS.get(in_layer[2], kind)

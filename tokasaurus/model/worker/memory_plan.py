@@ -316,14 +316,15 @@ def _weights(rank: _Rank) -> Planned:
     num_bytes = count * item
     if num_wide := num_in_routers(info, mesh):
         num_bytes += num_wide * (ITEM_BYTES["float32"] - item)
-        active = num_parameters(info, mesh, is_active=True)
-        what += f", {num_wide:,} of the parameters as 4 B, for routers; a token has {active:,} of all"
     if info.of_class is not None and sizes.activation_dtype is not None:
         of_rank, wide = of_class(info.of_class, info, mesh), ITEM_BYTES[sizes.activation_dtype]
         others = count - of_rank.num_in_linears
         num_packed_too = 0 if sizes.dtype == "float16" else of_rank.num_tied  # which no layout of its own multiplies
         num_bytes += others * (wide - item) + num_packed_too * item
         what += f", {others:,} parameters outside linear layers as {wide} B each, {num_packed_too:,} of the head twice"
+    if num_wide:
+        active = num_parameters(info, mesh, is_active=True)
+        ends.append(f"{num_wide:,} of routers as 4 B; {active:,} ({show_size(active * item)}) are active for a token")
     return num_bytes, f"{count:,} parameters x {item} B: {', '.join([what, *ends])}"
 
 
