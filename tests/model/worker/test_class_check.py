@@ -1,17 +1,25 @@
 """The check of a start of what transformers' class computes: once for a model, a machine and its flags."""
 
 import os
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
+from unittest.mock import patch
 
 import pytest
+import torch
+from transformers import MixtralConfig
 
 from tests.helpers.tiny_model import save_byte_tokenizer
 from tests.model.by_transformers.helpers.tiny_classes import save_tiny_model, tiny_config
+from tests.model.helpers.steps import CPU
+from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.by_transformers.model import TransformersModel
+from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import class_check
 from tokasaurus.model.worker.entry import load_worker
@@ -88,3 +96,31 @@ def test_a_cache_that_cannot_be_written_changes_no_result(model: Path, monkeypat
     monkeypatch.setattr(class_check, "replace_text", fail)
     for _ in range(2):
         assert measured(model) == RESULTS
+
+
+EXPERTS = "layers.*.mlp.experts"
+PLAN = MixtralConfig.base_model_tp_plan
+assert EXPERTS in PLAN
+
+
+def check_with_plan(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -> None:
+    """Sends what the check finds wrong by the plan of the class, and by one without the sum of experts' parts."""
+    torch.set_num_threads(1)
+    flags = ["device=cpu", "dtype=float32", "tp_size=2", "model_impl=transformers", "kv_cache_num_tokens=1024"]
+    checkpoint = resolve_checkpoint(str(rendezvous.parent), impl="transformers")
+    with joined(Mesh(tp_rank=rank, tp_size=num_ranks), rendezvous, CPU) as mesh:
+        for plan in (PLAN, {name: style for name, style in PLAN.items() if name != EXPERTS}):
+            checks = Checks(is_thorough=True)
+            with suppress(UserError), patch.object(MixtralConfig, "base_model_tp_plan", plan):
+                load_worker(ServerConfig.parse(flags), checkpoint, mesh, rank, PhaseLog(lambda _: None), checks=checks)
+            answers.send([result.failure is not None for result in checks.results if result.feature == "transformers"])
+
+
+@pytest.mark.long
+def test_a_division_that_computes_something_else_is_found_by_the_first_rank(tmp_path: Path) -> None:
+    """Each rank by itself computes what its part of the class does."""
+    save_tiny_model(tmp_path, tiny_config("mixtral"))
+    save_byte_tokenizer(tmp_path)
+    first, second = run_ranks(2, tmp_path, 2, check_with_plan)
+    assert first == [[False] * len(RESULTS), [True] * len(RESULTS)]
+    assert second == [[False] * len(RESULTS)] * 2

@@ -1,17 +1,26 @@
 """What the start of a model of transformers' class says of its weights: which stay plain."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch.fx import GraphModule
 
 from tests.helpers.tiny_model import save_byte_tokenizer
 from tests.model.by_transformers.helpers.tiny_classes import save_tiny_model, tiny_config
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused, PhaseDone
+from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.entry import load_worker
+from tokasaurus.model.worker.self_check import Checks
 from tokasaurus.model.worker.start import PhaseLog
+
+Graph = Callable[..., Any]
 
 
 def weights_line(directory: Path, *flags: str) -> str:
@@ -39,3 +48,29 @@ def test_a_class_without_linear_layers_is_not_quantised(tmp_path: Path) -> None:
     save_byte_tokenizer(tmp_path)
     with pytest.raises(FlagRefused, match=r"^quantization=int8: gpt2 has no linear layers but its LM head$"):
         weights_line(tmp_path, "quantization=int8")
+
+
+def test_compiled_layers_are_checked(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, tiny_config("mixtral"))
+    save_byte_tokenizer(tmp_path)
+    config = ServerConfig.parse(["device=cpu", "dtype=float32", "kv_cache_num_tokens=1024", "torch_compile=T"])
+    places = resolve_checkpoint(str(tmp_path), impl="transformers"), Mesh(), 0, PhaseLog(lambda _: None)
+    for is_right in (True, False):
+
+        def compile_graph(
+            self: Compiler, graph: GraphModule, *_: object, is_right: bool = is_right, **__: object
+        ) -> Graph:
+            self.num_compilations += 1
+            return graph.forward if is_right else lambda *inputs: [2 * output for output in graph.forward(*inputs)]
+
+        torch._dynamo.reset()
+        checks = Checks(is_thorough=True)
+        with patch.object(Compiler, "_compile_graph", compile_graph):
+            if is_right:
+                start = load_worker(config, *places, checks=checks)
+                assert start.compiler is not None
+                assert (start.compiler.num_compilations, start.compiler.has_failed) == (1, False)
+            else:
+                with pytest.raises(FlagRefused, match=r"^torch_compile=T: layers \(prefill\): worst row differs by"):
+                    load_worker(config, *places, checks=checks)
+        assert any(result.feature == "transformers" for result in checks.results) is is_right

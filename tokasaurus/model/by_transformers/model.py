@@ -1,6 +1,6 @@
 """A model whose layers are those of transformers' own class, with our attention and linear layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,13 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.messages.status import first_line
-from tokasaurus.model.attention.row_split import Attends
+from tokasaurus.model.attention.row_split import Attends, attend, attending
 from tokasaurus.model.by_transformers.attention import answering
 from tokasaurus.model.by_transformers.experts import ClassExperts, has_usual_experts
-from tokasaurus.model.by_transformers.parts import Leaves, divide, gathered, leave_layers
-from tokasaurus.model.by_transformers.probe import NUM_TOKENS, make_model
+from tokasaurus.model.by_transformers.parts import divide, gathered, leave_layers, replace_forward
+from tokasaurus.model.by_transformers.probe import NUM_TOKENS, Call, calls_of, make_model
 from tokasaurus.model.by_transformers.stored import Cut, find_stored
+from tokasaurus.model.decoder.compile import MAX_COMPILED_TOKENS
 from tokasaurus.model.decoder.decoder import zero_nonfinite
 from tokasaurus.model.decoder.layers import Linear, Norm
 from tokasaurus.model.decoder.model import LayerExecutor, Model
@@ -49,6 +50,13 @@ class _States(MoeModelOutputWithPast):  # type: ignore[misc]
         return None
 
 
+def _as_operation(query: Tensor, key: Tensor, value: Tensor, layer_index: int, output: Tensor | None = None) -> Tensor:
+    """As Attends: what is set outside, which a compiler leaves whole. It sees no cache: nothing else reads that."""
+    output = torch.empty_like(query) if output is None else output
+    attend(query, key, value, output, [], layer_index)
+    return output
+
+
 class TransformersModel(Model):
     """Parameters have the names of the class; `stored` says which tensors of the checkpoint they are made of."""
 
@@ -65,10 +73,10 @@ class TransformersModel(Model):
         self._cuts = dict[str, Cut]()
         self._stage = mesh.stage_layers(info)
         self._sinks: tuple[Tensor | None, ...] = ()
-        self._calls = dict[nn.Module, tuple[int, int, int]]()
-        """Number of a layer, and its heads and KV heads, when it first calls: in the order of the probe, undivided."""
-        self._entering = self._rows = torch.empty(0)
-        """Hidden states that enter a later stage, [1, T, E], and those whose logits are computed, [1, R, E]."""
+        self._entering: Tensor | None = None
+        """What enters this stage in place of embeddings, [1, T, E]; None: the embeddings."""
+        self._leaving: Tensor | None = None
+        """What leaves this stage, [1, T, E], if it is not the last."""
         for name, module in list(self.whole.named_modules()):
             if type(module) is nn.Linear:
                 self.whole.set_submodule(name, PackedLinear(module))
@@ -76,10 +84,17 @@ class TransformersModel(Model):
                 values = module._buffers.pop(own_name)
                 module.register_parameter(own_name, nn.Parameter(values, requires_grad=False))
         self._experts = {each: ClassExperts(each) for each in self.whole.modules() if has_usual_experts(each)}
-        self._run_layers = self.layers.forward
-        self.layers.forward = self._states
+        calls = self._calls_of(None)
+        self._layers = {module: (index, True) for index, module in enumerate(calls)}
+        """Number of the layer that each module calls attention in, and whether with the heads of all ranks."""
+        names = {parameter: name for name, parameter in self.whole.named_parameters()}
+        sources = [names.get(call.options.get("s_aux")) for call in calls.values()]
+        self._sources = sources[self._stage.start : self._stage.stop]
+        """Parameters that the sinks of this stage's layers are copied from."""
         if mesh.num_ranks > 1:
-            self._take_part()
+            self._take_part(calls)
+        if mesh.is_first_stage:
+            replace_forward(self.whole.get_input_embeddings(), self._embedded)
         words = {*(self.whole._keep_in_fp32_modules_strict or ())}
         if dtype == torch.float16:
             words |= {*(self.whole._keep_in_fp32_modules or ())}
@@ -87,19 +102,24 @@ class TransformersModel(Model):
             if any(word in name for word in words):
                 parameter.data = parameter.data.float()
 
-    def _take_part(self) -> None:
-        """Leave the rank's part alone. Raises ValueError if it does not run, or is not known."""
-        mesh = self._mesh
+    def _take_part(self, calls: dict[nn.Module, Call]) -> None:
+        """Leave the rank's part alone. calls: of the whole class. Raises ValueError if it does not run, or is not
+        known."""
+        mesh, outputs = self._mesh, dict[nn.Module, Any]()
         try:
-            outputs = self._try(None)
             if mesh.tp_size > 1:
                 self._cuts = divide(self.whole, mesh)
-                outputs = self._try(None)
+            with register_module_forward_hook(lambda module, _inputs, output: outputs.update({module: output})):
+                own = self._calls_of(None)
+            for index, (module, call) in enumerate(own.items()):
+                num, whole = call.heads, calls[module].heads
+                if num != whole and [mesh.tp_size * each for each in num] != whole:
+                    raise ValueError(f"its attention has {num[0]} heads and {num[1]} KV heads in each part")
+                self._layers[module] = index, num == whole
             if mesh.pp_size > 1:
                 hidden = torch.empty((NUM_TOKENS, self.hidden_size), dtype=torch.bfloat16, device="meta")
-                self._entering = hidden[None]
-                leave_layers(self.whole, [*self._calls], self._stage, outputs, lambda: self._entering)
-                self._try(None if mesh.is_first_stage else hidden)
+                leave_layers(self.whole, [*calls], self._stage, outputs, hidden.shape, self._at_edge)
+                self._calls_of(None if mesh.is_first_stage else hidden)
                 gone = [] if mesh.is_first_stage else [self.whole.get_input_embeddings()]
                 gone += [] if mesh.is_last_stage else [self.whole.get_output_embeddings()]
                 for name in [name for name, module in self.whole.named_modules() if module in gone]:
@@ -108,17 +128,22 @@ class TransformersModel(Model):
             sizes = f"tp_size={mesh.tp_size}, pp_size={mesh.pp_size}"
             raise ValueError(f"{sizes}: {type(self.whole).__name__} cannot be divided: {first_line(error)}") from error
 
-    @torch.inference_mode()
-    def _try(self, hidden: Tensor | None) -> dict[nn.Module, Any]:
-        """Run the layers without weights: what each module gives that is called. hidden: as of `forward`."""
-        outputs = dict[nn.Module, Any]()
-        with (
-            torch.device("meta"),
-            register_module_forward_hook(lambda module, _inputs, output: outputs.update({module: output})),
-        ):
-            ids, positions = torch.zeros(NUM_TOKENS, dtype=torch.int64), torch.arange(NUM_TOKENS)
-            self(ids, hidden, positions, None, lambda query, *_: query)
-        return outputs
+    def _calls_of(self, hidden: Tensor | None) -> dict[nn.Module, Call]:
+        """As calls_of, of this rank. hidden: as of `forward`."""
+        return calls_of(lambda token_ids, positions: self.run(token_ids, hidden, position_ids=positions[None]))
+
+    def _embedded(self, own: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return own(*inputs) if self._entering is None else self._entering
+
+    def _at_edge(self, is_earlier: bool, states: Tensor) -> Tensor:
+        """What a layer of another stage gives, where the one before gives these states: what enters this stage, or
+        what leaves it."""
+        if is_earlier:
+            assert self._entering is not None
+            return self._entering
+        if self._leaving is None:
+            self._leaving = states
+        return states
 
     @property
     def layers(self) -> PreTrainedModel:
@@ -140,14 +165,14 @@ class TransformersModel(Model):
         for module in self.layers.modules():
             if list(module.buffers(recurse=False)):  # no checkpoint has them, such as rotary frequencies
                 self.layers._init_weights(module)
-        own = (self.spec.layers[index].attention for index in self._stage)
-        self._sinks = tuple(
-            torch.zeros(each.num_heads // self._mesh.tp_size, device=device) if each.has_sinks else None for each in own
-        )
+        _, num_heads = self._mesh.shard(self._info.num_heads, "heads")
+        self._sinks = tuple(each and torch.zeros(num_heads, device=device) for each in self._sources)
 
     def pack_module(self, module: nn.Module) -> None:
+        is_head = module is self.whole.get_output_embeddings()
+        if self._compiler is not None and not is_head:  # it reads plain weights
+            return
         if isinstance(module, PackedLinear):
-            is_head = module is self.whole.get_output_embeddings()
             packing = Packing(is_int8=self._packing.is_int8) if is_head else self._packing
             module.pack(self._layer_kernels, self.gemm_choice, packing=packing)
         elif module in self._experts and self._layer_kernels is not None and not self.gemm_choice.always_torch:
@@ -164,55 +189,61 @@ class TransformersModel(Model):
 
     def end_packing(self) -> None:
         """All but the packed weights computes in the dtype of activations."""
+        if self._compiler is not None:
+            self._compiled = self._compiler.compile(self._in_class)
         for module in self.modules():
             for parameter in () if isinstance(module, PackedLinear) else module.parameters(recurse=False):
                 if parameter.dtype == self._dtype:
                     parameter.data = parameter.data.to(self.activation_dtype)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        self._entering = None
+        rows: Tensor = self.whole.get_input_embeddings()(token_ids[None])[0]
+        return rows
+
     def forward(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor | None,
-        positions: Tensor,
-        executor: LayerExecutor,  # noqa: ARG002  (the class runs its layers)
-        attends: Attends,
+        self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor, _executor: LayerExecutor, attends: Attends
     ) -> Tensor:
+        for sinks, source in zip(self._sinks, self._sources, strict=True):
+            if sinks is not None and source is not None:  # new weights may have changed them
+                values = self.whole.get_parameter(source)  # of the rank's heads, or of all
+                sinks.copy_(
+                    values if len(values) == len(sinks) else values.chunk(self._mesh.tp_size)[self._mesh.tp_rank]
+                )
+        compiler = self._compiler
+        if compiler is None or compiler.has_failed or len(positions) > MAX_COMPILED_TOKENS:
+            return self._in_class(token_ids, hidden, positions, attends)
+        with attending(attends):  # checks give hidden states to the first stage, too: they need no other function
+            return self._compiled(token_ids, self.embed(token_ids) if hidden is None else hidden, positions)
+
+    def _in_class(
+        self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor, attends: Attends = _as_operation
+    ) -> Tensor:
+        """As `forward`: all that is compiled."""
+        # As in run_layers: the compiler does not relate sizes by itself, and 32 bits suffice.
+        for given in (token_ids, *(() if hidden is None else (hidden,))):
+            torch._check(given.shape[0] == positions.shape[0])  # type: ignore[no-untyped-call]
+        torch._check(positions.shape[0] <= MAX_COMPILED_TOKENS)  # type: ignore[no-untyped-call]
         mask = positions.new_ones((1, 1, 1, 1), dtype=torch.bool)  # with four dimensions, transformers makes no other
         with answering(partial(self._answer, attends)):
             return self.run(token_ids, hidden, position_ids=positions[None], attention_mask=mask)
 
     def _answer(
-        self,
-        attends: Attends,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        _mask: Any,  # the probe has looked at it
-        options: Mapping[str, Any],
+        self, attends: Attends, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any
     ) -> Tensor:
-        """As Answers. Heads are the rank's, or those of all ranks; raises ValueError if they are neither."""
-        found, mesh = (query.shape[1], key.shape[1]), self._mesh
-        layer, *whole = self._calls.setdefault(module, (len(self._calls), *found))
-        spec, own_layer = self.spec.layers[layer].attention, layer - self._stage.start
-        has_all = [*found] == whole
-        if not has_all and [mesh.tp_size * num for num in found] != whole:
-            raise ValueError(f"its attention has {found[0]} heads and {found[1]} KV heads in each part")
-        own, own_kv = (
-            slice(start, start + length)
-            for start, length in (mesh.shard(spec.num_heads, "heads"), mesh.kv_head_shard(spec.num_kv_heads))
-        )
-        if self._sinks and (sinks := self._sinks[own_layer]) is not None:  # new weights may have changed them
-            sinks.copy_(options["s_aux"][own] if has_all else options["s_aux"])
-        value_dim, dtype = value.shape[-1], value.dtype
+        """As Answers. The probe has looked at mask and options."""
+        (layer, has_all), mesh = self._layers[module], self._mesh
+        spec, value_dim, dtype = self.spec.layers[layer].attention, value.shape[-1], value.dtype
+        own_kv = mesh.kv_head_shard(spec.num_kv_heads)
+        num_kv_heads = spec.num_kv_heads if has_all else own_kv[1]
         query, key, value = (_by_token(each.to(self.activation_dtype), spec.head_dim) for each in (query, key, value))
-        num_kv_heads = spec.num_kv_heads if has_all else own_kv.stop - own_kv.start
-        if found[1] < num_kv_heads:  # layers with fewer have each as often as the others need
-            key, value = (each.repeat_interleave(num_kv_heads // found[1], dim=1) for each in (key, value))
+        if key.shape[1] < num_kv_heads:  # layers with fewer have each as often as the others need
+            key, value = (each.repeat_interleave(num_kv_heads // each.shape[1], dim=1) for each in (key, value))
         if has_all:
-            query, key, value = query[:, own], key[:, own_kv], value[:, own_kv]
+            query = query.narrow(1, *mesh.shard(spec.num_heads, "heads"))
+            key, value = (each.narrow(1, *own_kv) for each in (key, value))
         key, value, is_finite = zero_nonfinite(key, value)
-        attended = attends(query.contiguous(), key.contiguous(), value.contiguous(), own_layer)
+        attended = attends(query.contiguous(), key.contiguous(), value.contiguous(), layer - self._stage.start)
         attended = torch.where(is_finite[:, None, None], attended, torch.nan)[..., :value_dim]
         if has_all:
             attended = torch.unflatten(gathered(attended.flatten(1), mesh), 1, (-1, value_dim))
@@ -220,32 +251,25 @@ class TransformersModel(Model):
 
     def run(self, token_ids: Tensor, hidden: Tensor | None, **options: Any) -> Tensor:
         """As `forward`, with the class's own attention, masks and positions where options do not say others."""
-        try:
-            output = self.layers(**self.given(token_ids, hidden), use_cache=False, **options)
-        except Leaves as leaves:
-            return leaves.hidden[0].to(self.activation_dtype)
-        states: Tensor = output.last_hidden_state[0]
-        return states
+        output = self.layers(**self.given(token_ids, hidden), use_cache=False, **options)
+        states: Tensor = output.last_hidden_state if self._leaving is None else self._leaving
+        return states[0].to(self.activation_dtype)
 
     def given(self, token_ids: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
         """What the class's forward takes in this stage. Arguments as of `forward`."""
-        if hidden is None:
+        self._entering, self._leaving = None if hidden is None else hidden[None], None
+        if hidden is None or self._mesh.is_first_stage:
             return {"input_ids": token_ids[None]}
-        self._entering = hidden[None]
         return {"inputs_embeds": torch.full_like(hidden[None], torch.nan)}  # no layer of this stage may read them
 
     def logits(self, hidden: Tensor) -> Tensor:
-        self._rows = hidden[None]
+        """By the class's own forward, with its caps and scales, for which the layers give these rows."""
+        self.layers.forward = lambda *_, **__: _States(last_hidden_state=hidden[None])
         try:
             logits: Tensor = self.whole(input_ids=hidden.new_zeros((1, len(hidden)), dtype=torch.int64)).logits[0]
         finally:
-            self._rows = torch.empty(0)
+            del self.layers.forward
         return logits
-
-    def _states(self, *inputs: Any, **options: Any) -> Any:
-        """In the place of the layers' forward: gives the rows that are set, so that the class's forward computes logits
-        of them, with its own caps and scales."""
-        return _States(last_hidden_state=self._rows) if len(self._rows) else self._run_layers(*inputs, **options)
 
     @property
     def sinks(self) -> tuple[Tensor | None, ...]:

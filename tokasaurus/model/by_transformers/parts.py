@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -81,10 +82,10 @@ def divide(model: PreTrainedModel, mesh: Mesh) -> dict[str, Cut]:
     styles, cuts, embedding = styles_of(model), dict[str, Cut](), model.get_input_embeddings()
     ends = embedding, model.get_output_embeddings()
     embedding.padding_idx = None
-    _replace_forward(embedding, rows_of_ranks, mesh.vocab_shard(embedding.num_embeddings), mesh)
+    replace_forward(embedding, rows_of_ranks, mesh.vocab_shard(embedding.num_embeddings), mesh)
     for path, module in model.named_modules():
         if styles[path].then is not None:
-            _replace_forward(module, _exchange, styles[path], mesh)
+            replace_forward(module, _exchange, styles[path], mesh)
     for name, parameter in list(model.named_parameters()):
         path, _, own_name = name.rpartition(".")
         module, style = model.get_submodule(path), styles[name]
@@ -102,7 +103,7 @@ def divide(model: PreTrainedModel, mesh: Mesh) -> dict[str, Cut]:
     return cuts
 
 
-def _replace_forward(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> None:
+def replace_forward(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> None:
     """By the function, whose arguments are these, the module's own forward, and what that is called with."""
     module.forward = partial(function, *arguments, module.forward)
 
@@ -115,45 +116,37 @@ def _exchange(style: Style, mesh: Mesh, own: Callable[..., Tensor], *inputs: Ten
     return style.then(own(*inputs, **options), mesh)
 
 
-class Leaves(Exception):
-    """Ends the class's forward behind the last layer of a stage."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        """hidden [1, T, E]."""
-        self.hidden = hidden
-
-
 def leave_layers(
     model: PreTrainedModel,
     callers: Sequence[nn.Module],
     stage: range,
     outputs: dict[nn.Module, Any],
-    entering: Callable[[], Tensor],
+    shape: torch.Size,
+    at_edge: Callable[[bool, Tensor], Tensor],
 ) -> None:
-    """Leave the stage's layers alone in the class. Raises ValueError.
+    """Leave the stage's layers alone in the class; those of other stages pass hidden states on. Raises ValueError.
 
-    callers: modules that call attention, one of each layer. outputs: of all modules in a run of all layers. entering:
-    the hidden states that enter a later stage in the present forward, [1, T, E]; now, those of that run."""
+    callers: modules that call attention, one of each layer. outputs: of all modules in a run of all layers. shape: of
+    hidden states there, [T, E]. at_edge: called with what a layer of another stage gets, [1, T, E], and whether the
+    stage is earlier: what it gives."""
     for index, layer in enumerate(_layers_with(model, callers)):
         output = outputs[layer]
         states = output[0] if isinstance(output, tuple) else output
-        if states.shape != entering().shape:
+        if states.shape != (1, *shape):
             raise ValueError(f"its layers give {tuple(states.shape)}, not hidden states")
         if index not in stage:
             for name in (*layer._modules, *layer._parameters):
                 delattr(layer, name)
             others = [None] * (len(output) - 1) if isinstance(output, tuple) else None
-            _replace_forward(layer, *((_enter, entering, others) if index < stage.start else (_leave,)))
+            replace_forward(layer, _pass, partial(at_edge, index < stage.start), others)
 
 
-def _enter(entering: Callable[[], Tensor], others: list[None] | None, *_: Any, **__: Any) -> Any:
-    """A layer of an earlier stage gives the hidden states that have entered this one. others: what else it gives."""
-    return entering() if others is None else (entering(), *others)
-
-
-def _leave(_own: Callable[..., Any], *inputs: Tensor, **options: Any) -> None:
-    """In a layer of a later stage."""
-    raise Leaves(inputs[0] if inputs else options["hidden_states"])
+def _pass(
+    at_edge: Callable[[Tensor], Tensor], others: list[None] | None, _own: object, *inputs: Tensor, **options: Any
+) -> Any:
+    """In the place of another stage's layer. others: what else it gives."""
+    states = at_edge(inputs[0] if inputs else options["hidden_states"])
+    return states if others is None else (states, *others)
 
 
 def _layers_with(root: nn.Module, callers: Sequence[nn.Module]) -> nn.ModuleList:

@@ -7,21 +7,14 @@ import json
 import re
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    masking_utils,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tokasaurus.checkpoint.rope import MAX_CONTEXT
 from tokasaurus.messages.status import first_line
@@ -130,56 +123,81 @@ def _counts(model: PreTrainedModel, num_layers: int) -> list[list[int]]:
     return counts
 
 
-@torch.inference_mode()
-def _layers(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """The fields of AttentionSpec of each layer, in the order of their calls, with the heads that a KV cache has for
-    all of them. Raises Unfit."""
-    found: dict[nn.Module, dict[str, Any]] = {}
-    parameters, name = {*model.parameters()}, type(model).__name__
+class Call(NamedTuple):
+    """What a layer asks of attention, as of Answers."""
 
-    def look(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
-    ) -> Tensor:
-        caller, num_heads, sinks = type(module).__name__, query.shape[1], options.get("s_aux")
-        if module in found:
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    options: Mapping[str, Any]
+
+    @property
+    def heads(self) -> list[int]:
+        """Numbers of heads and of KV heads."""
+        return [self.query.shape[1], self.key.shape[1]]
+
+
+@torch.inference_mode()
+def calls_of(run: Callable[[Tensor, Tensor], Any]) -> dict[nn.Module, Call]:
+    """One call of each layer, in their order, in a run without weights. run: of layers, for token ids and positions.
+    Raises Unfit, or what they raise."""
+    calls = dict[nn.Module, Call]()
+
+    def look(module: nn.Module, *arguments: Any) -> Tensor:
+        call, caller = Call(*arguments), type(module).__name__
+        if module in calls:
             raise Unfit(f"{caller} calls attention twice")
+        calls[module] = call
+        query, key, value = call[:3]
         if len(query) != 1 or not query.shape[2] == key.shape[2] == value.shape[2] == NUM_TOKENS:
             raise Unfit(f"{caller} attends to other keys than those of its tokens")
+        return value.new_empty((1, NUM_TOKENS, query.shape[1], value.shape[-1]))
+
+    masking_utils = transformers.masking_utils
+    find_sequences = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda _positions: None  # which have no numbers here
+    try:
+        with torch.device("meta"), answering(look):
+            run(torch.zeros(NUM_TOKENS, dtype=torch.int64), torch.arange(NUM_TOKENS))
+    finally:
+        masking_utils.find_packed_sequence_indices = find_sequences
+    return calls
+
+
+def _layers(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """The fields of AttentionSpec of each layer, with the heads that a KV cache has for all of them. Raises Unfit."""
+    layers, parameters, name = list[dict[str, Any]](), {*model.parameters()}, type(model).__name__
+    try:
+        calls = calls_of(lambda ids, at: model.base_model(input_ids=ids[None], position_ids=at[None], use_cache=False))
+    except (RuntimeError, TypeError, NotImplementedError, AttributeError, KeyError, ValueError) as error:
+        raise Unfit(f"{name} does not run without weights: {first_line(error)}") from error
+    for module, (query, key, value, mask, options) in calls.items():
+        caller, num_heads, sinks = type(module).__name__, query.shape[1], options.get("s_aux")
         for option, given in options.items():
             if option not in COMPUTED | WITHOUT_EFFECT and given is not None:
                 raise Unfit(f"{caller} gives attention {option}, which is not computed")
         if sinks is not None and (sinks not in parameters or sinks.shape != (num_heads,)):
             raise Unfit(f"{caller} gives attention an s_aux that is no weight of each head")
-        found[module] = {
-            "num_heads": num_heads,
-            "num_kv_heads": key.shape[1],
-            "head_dim": max(query.shape[-1], value.shape[-1]),
-            "scale": query.shape[-1] ** -0.5 if options.get("scaling") is None else float(options["scaling"]),
-            "window": _window(caller, mask),
-            "softcap": options.get("softcap"),
-            "has_sinks": sinks is not None,
-        }
-        return query.new_empty((1, NUM_TOKENS, num_heads, value.shape[-1]), dtype=value.dtype)
-
-    find_sequences = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda _positions: None  # which have no numbers here
-    try:
-        with torch.device("meta"), answering(look):
-            token_ids, positions = torch.zeros((1, NUM_TOKENS), dtype=torch.int64), torch.arange(NUM_TOKENS)[None]
-            model.base_model(input_ids=token_ids, position_ids=positions, use_cache=False)
-    except (RuntimeError, TypeError, NotImplementedError, AttributeError, KeyError, ValueError) as error:
-        raise Unfit(f"{name} does not run without weights: {first_line(error)}") from error
-    finally:
-        masking_utils.find_packed_sequence_indices = find_sequences
+        layers.append(
+            {
+                "num_heads": num_heads,
+                "num_kv_heads": key.shape[1],
+                "head_dim": max(query.shape[-1], value.shape[-1]),
+                "scale": query.shape[-1] ** -0.5 if options.get("scaling") is None else float(options["scaling"]),
+                "window": _window(caller, mask),
+                "softcap": options.get("softcap"),
+                "has_sinks": sinks is not None,
+            }
+        )
     num_layers = getattr(model.config, "num_hidden_layers", None)
-    if len(found) != num_layers:
-        raise Unfit(f"{len(found)} of {num_layers} layers of {name} call attention through transformers' interface")
-    num_heads, num_kv_heads, head_dims = (
-        {layer[name] for layer in found.values()} for name in ("num_heads", "num_kv_heads", "head_dim")
-    )
-    if len(num_heads) > 1 or any(max(num_kv_heads) % each for each in num_kv_heads):
+    if len(layers) != num_layers:
+        raise Unfit(f"{len(layers)} of {num_layers} layers of {name} call attention through transformers' interface")
+    sizes = {key: {layer[key] for layer in layers} for key in ("num_heads", "num_kv_heads", "head_dim")}
+    of_all = {key: max(values) for key, values in sizes.items()}
+    if len(sizes["num_heads"]) > 1 or any(of_all["num_kv_heads"] % each for each in sizes["num_kv_heads"]):
         raise Unfit(f"layers of {name} have different numbers of heads")
-    return [{**layer, "num_kv_heads": max(num_kv_heads), "head_dim": max(head_dims)} for layer in found.values()]
+    return [layer | of_all for layer in layers]
 
 
 def _window(caller: str, mask: Any) -> int | None:

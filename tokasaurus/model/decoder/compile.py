@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 """Modules whose errors come from a compiler; Triton may find only at the first launch that it cannot go on."""
 
+MAX_COMPILED_TOKENS = 1 << 16
+"""Forwards with more tokens run uncompiled."""
+
 _TYPICAL_SIZE = 256
 """Tokens for which the compiler chooses what to fuse, and how many elements a block of threads takes."""
 

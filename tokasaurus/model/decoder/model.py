@@ -106,6 +106,10 @@ class Model(nn.Module, ABC):
         """What is left to do once every module is packed."""
 
     @abstractmethod
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> what enters the layers of the first stage, [T, E]."""
+
+    @abstractmethod
     def forward(
         self,
         token_ids: Tensor,
@@ -116,7 +120,8 @@ class Model(nn.Module, ABC):
     ) -> Tensor:
         """Run one stage of a forward -> hidden [T, E] for the next stage or, from the last stage, for `logits`.
 
-        token_ids: int64 [T], read by the first stage. hidden: [T, E], read by later stages; may be overwritten.
+        token_ids: int64 [T], read by the first stage. hidden: [T, E], which later stages need, and which takes the
+        place of embeddings in the first; may be overwritten.
         positions: int64 [T].
         """
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from tokasaurus.checkpoint.spec import LayerSpec
 from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.attention.row_split import Attends, attend
-from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.compile import MAX_COMPILED_TOKENS, Compiler
 from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer, zero_nonfinite
 from tokasaurus.model.decoder.model import LayerExecutor
-from tokasaurus.model.execution.executors import MAX_COMPILED_TOKENS, CompiledExecutor
+from tokasaurus.model.execution.executors import CompiledExecutor
 from tokasaurus.model.parallel.async_tp import FUSE_WITH_GEMMS, all_tokens, gather_matmul, matmul_scatter, own_tokens
 from tokasaurus.model.parallel.mesh import Mesh
 

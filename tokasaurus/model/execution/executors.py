@@ -15,13 +15,10 @@ from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.attention.row_split import Attends, attend, attending
 from tokasaurus.model.cpu.gemm_choice import GemmChoice
 from tokasaurus.model.cpu.packed_layers import PackedLayers
-from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.compile import MAX_COMPILED_TOKENS, Compiler
 from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer
 from tokasaurus.model.decoder.model import LayerExecutor, Model
 from tokasaurus.model.triton_choice import uses_triton
-
-MAX_COMPILED_TOKENS = 1 << 16
-"""Forwards with more tokens run uncompiled."""
 
 
 class ModuleExecutor:

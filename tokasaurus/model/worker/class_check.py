@@ -20,19 +20,24 @@ from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.by_transformers.attention import NAME
 from tokasaurus.model.by_transformers.model import TransformersModel
 from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
+from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.executors import OwnLayers
+from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.self_check import (
     Context,
     Measured,
     SmallForward,
     compared_rows,
+    first_hidden,
     layout_of,
     perturbed_rows,
 )
 from tokasaurus.model.worker.start import Start
 
-_VERSION = 2
+_VERSION = 3
 """Part of the name of a kept result: increase it when a class is computed otherwise."""
+_MAX_UNDIVIDED_BYTES = 4 << 30
+"""Of a checkpoint's files: larger models are only compared with the rank's own part of the class."""
 _NUM_TOKENS = 64
 _CHUNKS = {"whole": (_NUM_TOKENS,), "in two chunks": (40, _NUM_TOKENS)}
 """Where chunks end."""
@@ -47,7 +52,7 @@ def check_class(start: Start) -> str:
     if checks.all_agree(path is not None and path.is_file() and not checks.is_thorough):
         return "right, as an earlier start has measured"
     places = model, start.backend, start.shape, start.limits.context_length
-    wrong = checks.describe_wrong(_FEATURE, lambda: measure_class(*places))
+    wrong = checks.describe_wrong(_FEATURE, lambda: measure_class(*places, _undivided(start)))
     if not checks.all_agree(wrong is None):
         wrong = wrong or "it fails on another rank"
         raise UserError(f"{start.checkpoint.name} cannot be served by transformers' class: {wrong}")
@@ -77,31 +82,52 @@ def _path_of_result(start: Start) -> Path | None:
     return None if start.fill is not None else directory / f"{digest}.json"
 
 
+def _undivided(start: Start) -> TransformersModel | None:
+    """This stage's model on one rank, by plain weights. None on other ranks than the first, and where it is large, or
+    rounded otherwise: quantised parts have blocks of their own."""
+    mesh, model, directory = start.mesh, start.model, start.checkpoint.directory
+    if mesh.tp_size == 1 or mesh.tp_rank > 0 or start.fill is not None or model.block_types:
+        return None
+    files = weight_files(directory)
+    if sum(file.stat().st_size for file in files) > _MAX_UNDIVIDED_BYTES:
+        return None
+    whole = TransformersModel(start.info, Mesh(mesh.pp_rank, mesh.pp_size), start.dtype, directory)
+    whole.materialize(start.device, start.limits.context_length)
+    whole.begin_packing(None)
+    whole.activation_dtype = model.activation_dtype
+    load_weights(files, whole.weight_shards(), whole.ignores, quantization=start.info.quantization)
+    whole.end_packing()
+    return whole
+
+
 @torch.inference_mode()
 def measure_class(
-    model: TransformersModel, backend: AttentionBackend, shape: KVShape, context_length: int
+    model: TransformersModel,
+    backend: AttentionBackend,
+    shape: KVShape,
+    context_length: int,
+    undivided: TransformersModel | None = None,
 ) -> Iterator[Measured]:
     """A prompt of random tokens, whole and in chunks, against the class's own attention, head and count of positions:
-    hidden states and logits. A later stage gets random states. Replaces the cache by one of a few blocks."""
-    num_tokens, entering, others = min(_NUM_TOKENS, context_length), None, None
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(model.vocab_size, (num_tokens,), generator=generator).to(shape.device)
+    hidden states and logits. A later stage gets random states. Replaces the cache by one of a few blocks.
+
+    undivided: computes what the first rank expects; None: its own part of the class does."""
+    num_tokens = min(_NUM_TOKENS, context_length)
     of_cache = torch.bfloat16 if shape.dtype == torch.int8 else shape.dtype  # about as coarse
     dtype = max(model.activation_dtype, of_cache, key=lambda dtype: torch.finfo(dtype).eps)  # the coarser one
-
-    def perturbed_by(x: Tensor) -> Tensor:
-        return perturbed_rows(x.to(dtype)).to(x.dtype)
-
-    if not model.is_first_stage:
-        entering = torch.randn((num_tokens, model.hidden_size), generator=generator)
-        entering = entering.to(shape.device, model.activation_dtype)
-        others = perturbed_by(entering)
-    expected = _by_the_class(model, token_ids, entering)
+    token_ids = torch.randint(model.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    token_ids, first = token_ids.to(shape.device), first_hidden(num_tokens, model, seed=0)  # of the same tokens
+    entering = None if model.is_first_stage else first
+    inputs = entering, perturbed_rows(first.to(dtype)).to(first.dtype)
+    expected, perturbed = (_by_the_class(model, token_ids, each) for each in inputs)
     if entering is not None and not expected[0].isfinite().any():
         raise ValueError("its layers read more than the hidden states of the layer before")
-    embedding = model.whole.get_input_embeddings()
-    with embedding.register_forward_hook(lambda _module, _inputs, x: perturbed_by(x)):
-        perturbed = _by_the_class(model, token_ids, others)
+    if undivided is not None:
+        sizes = [part.shape[1] for part in expected]  # the first of all token ids
+        expected, perturbed = (
+            [rows[:, :size] for size, rows in zip(sizes, _by_the_class(undivided, token_ids, each), strict=True)]
+            for each in inputs
+        )
     blocks = [*range(1, 1 + -(-num_tokens // shape.page_size))]
     for name, ends in _CHUNKS.items():
         with torch.inference_mode(False):

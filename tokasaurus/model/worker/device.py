@@ -47,15 +47,16 @@ def choose_platform(start: Start) -> str:
             raise FlagRefused(f"{name}={value}: only device=cpu allows it, not device={device.type}")
     if device.type != "cpu" and config.kv_cache_dtype == "int8":
         raise FlagRefused(f"kv_cache_dtype=int8: only device=cpu allows it, not device={device.type}")
-    for name in ("torch_compile", "use_cudagraphs"):
-        if getattr(config, name) and not start.info.is_native:
-            raise FlagRefused(f"{name}=T: there is none for a model that transformers' class computes")
+    if config.async_tp_threshold is not None and not start.info.is_native:
+        raise FlagRefused("async_tp_threshold: there is none for a model that transformers' class computes")
     if config.async_tp_threshold is not None:
         from tokasaurus.model.parallel.async_tp import enable_fused_gemms  # slow to import
 
         enable_fused_gemms(config.async_tp_threshold, start.mesh, device, start.first_device)
     kernels = start.kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
-    compiles = start.info.is_native and is_compiled(config.torch_compile, device, start.info.spec.layers)
+    compiles = config.torch_compile is True  # a class alone, which may be compiled for minutes, if it can be at all
+    if start.info.is_native:
+        compiles = is_compiled(config.torch_compile, device, start.info.spec.layers)
     start.compiler = Compiler(is_required=config.torch_compile is True) if compiles else None
     start.dtype = choose_dtype(config.dtype, device, kernels, compiles)
     start.activation_dtype = choose_activation_dtype(start.dtype, kernels, compiles)

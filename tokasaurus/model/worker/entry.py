@@ -306,7 +306,7 @@ def link_stages(start: Start) -> str:
 def make_runner(start: Start) -> str:
     """What runs steps, and the bound of its largest forward where that is known."""
     config, limits, model = start.config, start.limits, start.model
-    start.graph_sizes = graph_sizes_of(config, start.device) if start.info.is_native else []
+    start.graph_sizes = graph_sizes_of(config, start.device)
     start.chunk_sizes = _recordable(config, sizes_of_chunks(config, start.graph_sizes))
     start.runner = ModelRunner(
         *(model, start.backend, start.slots, config.page_size, start.device, start.kernels, start.compiler),
@@ -402,12 +402,12 @@ def record_graphs(start: Start) -> str:
         _record(start, count)
         most_tokens = (*chunk_sizes, *sizes)[0]
         described = f"{num_sizes} sizes, up to {sizes[0]:,} sequences and {most_tokens:,} tokens"
-        yield from measure_graphs(start.runner, start.decoder, start.config.page_size, start.num_blocks, start.limits)
+        yield from measure_graphs(start.runner, start.model, start.config.page_size, start.num_blocks, start.limits)
 
     def record_and_measure_groups() -> Iterator[Measured]:
         start.runner.record_groups(start.group_sizes)
         yield from measure_group_graphs(
-            start.runner, start.decoder, start.config.page_size, start.num_blocks, start.limits
+            start.runner, start.model, start.config.page_size, start.num_blocks, start.limits
         )
 
     if not _graphs_pass(start, record_and_measure):

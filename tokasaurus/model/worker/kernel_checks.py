@@ -89,7 +89,7 @@ def check_layers(start: Start, flag: str | None = None) -> bool:
     """Whether all layers, compiled or not, compute what torch's modules do. flag: as in Checks.passes."""
     measure = partial(
         measure_layers,
-        *(start.runner.executor, start.decoder, start.backend, start.shape, start.mesh, start.compiler),
+        *(start.runner.executor, start.model, start.backend, start.shape, start.mesh, start.compiler),
         *(start.runner.token_multiple, start.limits.context_length),
     )
     if start.compiler is None:

@@ -108,7 +108,7 @@ def sizes_of(
     kv_cache_dtype: str,
     activation_dtype: str | None = None,
 ) -> Sizes:
-    graphs = sizes_of_graphs(config) if info.is_native else []
+    graphs = sizes_of_graphs(config)
     return Sizes(
         device_bytes=device_bytes,
         dtype=dtype,

@@ -15,6 +15,7 @@ that is right, the group is switched off alone. kernel_checks.py compares each k
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -40,7 +41,7 @@ from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.buffer_sizes import max_graph_groups, padded_count
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
-from tokasaurus.model.decoder.model import LayerExecutor
+from tokasaurus.model.decoder.model import LayerExecutor, Model
 from tokasaurus.model.execution.executors import ModuleExecutor
 from tokasaurus.model.execution.runner import ComputedStep, ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
@@ -448,7 +449,7 @@ class SeededNumbers:
 @torch.inference_mode()
 def measure_layers(
     executor: LayerExecutor,
-    model: Decoder,
+    model: Model,
     backend: AttentionBackend,
     shape: KVShape,
     mesh: Mesh,
@@ -456,12 +457,13 @@ def measure_layers(
     token_multiple: int,
     num_positions: int,
 ) -> Iterator[Measured]:
-    """The executor of all layers against torch's modules, for three forwards of the same sequences: their prompts, a
-    mixed step, a decode step; the LM head too if it is compiled. Replaces the backend's cache by one of a few blocks.
-    All ranks of a stage must call it.
+    """The executor of all layers against modules that are not compiled, for three forwards of the same sequences: their
+    prompts, a mixed step, a decode step; the LM head too if there is a compiler. Replaces the backend's cache by one of
+    a few blocks. All ranks of a stage must call it.
 
     token_multiple: of the tokens of each forward. num_positions: of the longest sequence."""
-    modules, dtype = ModuleExecutor(model), model.activation_dtype
+    modules, dtype = ModuleExecutor(model) if isinstance(model, Decoder) else executor, model.activation_dtype
+    paused = nullcontext if compiler is None else compiler.paused
     num_blocks, forwards = _layer_forwards(shape.page_size)
     with torch.inference_mode(False):  # as a start allocates it: compiled layers are made for such a cache
         backend.allocate(num_blocks)
@@ -471,24 +473,25 @@ def measure_layers(
         layout = as_in_steps(layout_of(forward, shape.page_size, padding), backend, shape)
         attends = attends_over(backend, layout)
         positions = torch.nn.functional.pad(forward.positions % num_positions, (0, padding)).to(shape.device)
-        hidden = first_hidden(num_rows + padding, model, seed)
-        results = []
-        # The modules last: what they store in the cache is what the next forward reads.
-        for one, entering in ((executor, hidden), (modules, perturbed_rows(hidden)), (modules, hidden)):
+        hidden, token_ids = first_hidden(num_rows + padding, model, seed), torch.zeros_like(positions)
+        backend.plan(layout)
+        found, results = model(token_ids, _copy(hidden), positions, executor, attends)[:num_rows], list[Tensor]()
+        for entering in (perturbed_rows(hidden), hidden):  # last: what it stores in the cache, the next forward reads
             backend.plan(layout)
-            results.append(model(positions, _copy(entering), positions, one, attends)[:num_rows])
-        found, perturbed, expected = results
+            with paused():
+                results.append(model(token_ids, _copy(entering), positions, modules, attends)[:num_rows])
+        perturbed, expected = results
         yield from compared_rows(f"layers ({forward.name})", dtype, found, expected, perturbed)
         if compiler is not None and mesh.is_last_stage:
             logits = [model.logits(expected[-2:]).clone()]
-            with compiler.paused():
+            with paused():
                 logits += (model.logits(rows[-2:]).clone() for rows in (expected, perturbed_rows(expected)))
             yield from compared_rows(f"logits ({forward.name})", dtype, *logits)
 
 
 @torch.inference_mode()
 def measure_graphs(
-    runner: ModelRunner, model: Decoder, page_size: int, num_blocks: int, limits: ForwardLimits
+    runner: ModelRunner, model: Model, page_size: int, num_blocks: int, limits: ForwardLimits
 ) -> Iterator[Measured]:
     """Recorded steps of the smallest and the largest size, each replayed with two inputs, against the same steps
     launched one by one: decode steps with and without prefix groups, and steps with prompts. Where graphs draw tokens,
@@ -519,7 +522,7 @@ def measure_graphs(
 
 @torch.inference_mode()
 def measure_group_graphs(
-    runner: ModelRunner, model: Decoder, page_size: int, num_blocks: int, limits: ForwardLimits
+    runner: ModelRunner, model: Model, page_size: int, num_blocks: int, limits: ForwardLimits
 ) -> Iterator[Measured]:
     """As measure_graphs, of the recordings with prefix groups: a step whose rows are all in one group, then one with as
     many groups of two rows as there may be, and rows in none. Nothing where no step can have groups."""
@@ -537,9 +540,7 @@ def measure_group_graphs(
         )
 
 
-def _prefilled(
-    runner: ModelRunner, model: Decoder, page_size: int, num_blocks: int, limits: ForwardLimits
-) -> "Prompts":
+def _prefilled(runner: ModelRunner, model: Model, page_size: int, num_blocks: int, limits: ForwardLimits) -> "Prompts":
     """Prompts that are in the KV cache."""
     prompts = Prompts(page_size, num_blocks, limits)
     if (first := prompts.prefill()) is not None:
@@ -549,7 +550,7 @@ def _prefilled(
 
 
 def _compare_graph(
-    name: str, runner: ModelRunner, model: Decoder, steps: Iterable[tuple[ForwardInput, NDArray[np.int64]]]
+    name: str, runner: ModelRunner, model: Model, steps: Iterable[tuple[ForwardInput, NDArray[np.int64]]]
 ) -> Iterator[Measured]:
     """steps: each with a number for each of its tokens, int64 [T], the same for tokens that are computed twice."""
     replayed, launched, perturbed = list[ComputedStep](), list[ComputedStep](), list[ComputedStep]()
@@ -714,7 +715,7 @@ def compared_rows(
         yield Measured(f"{name}: {which}", float(error), max(ROW_TOLERANCES[dtype], NOISE_FACTOR * float(of_noise)))
 
 
-def first_hidden(num_rows: int, model: Decoder, seed: int) -> Tensor:
+def first_hidden(num_rows: int, model: Model, seed: int) -> Tensor:
     """What enters this stage, [T, E], the same on every rank: embeddings of random tokens, or random numbers."""
     generator = torch.Generator().manual_seed(seed)
     if model.is_first_stage:

@@ -19,6 +19,7 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.by_transformers import probe
 from tokasaurus.model.by_transformers.model import TransformersModel
 from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.class_check import measure_class
@@ -37,6 +38,7 @@ def load_class(
     keeps_blocks: bool = False,
     dtype: torch.dtype = torch.float32,
     mesh: Mesh = Mesh(),  # noqa: B008  (it is frozen)
+    compiler: Compiler | None = None,
 ) -> tuple[TransformersModel, ModelInfo]:
     """keeps_blocks: of quantised weights, where the kernels multiply by them."""
     info = read_model_info(directory, impl="transformers")
@@ -44,7 +46,7 @@ def load_class(
     model.materialize(CPU, info.context_length)
     files, shards = weight_files(directory), model.weight_shards()
     load_weights(files, shards, model.ignores, may_keep_blocks=keeps_blocks, quantization=info.quantization)
-    model.pack(load_kernels() if packed else None)
+    model.pack(load_kernels() if packed else None, compiler=compiler)
     return model, info
 
 
@@ -74,13 +76,13 @@ def is_right_at_start(directory: Path, mesh: Mesh = Mesh()) -> bool:  # noqa: B0
     return all(measured.is_right for measured in measure_class(model, backend, shape, info.context_length))
 
 
-def assert_equals(directory: Path, oracle: PreTrainedModel) -> None:
+def assert_equals(directory: Path, oracle: PreTrainedModel, compiler: Compiler | None = None) -> None:
     """Greedy tokens and log-probabilities of prompts in chunks beside decoding ones, then of one whose beginning is
     cached."""
-    model, info = load_class(directory)
+    model, info = load_class(directory, compiler=compiler)
     rng = random.Random(1)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in _LENGTHS]
-    driver = StepDriver(make_runner(model, info, None), seed=1)
+    driver = StepDriver(make_runner(model, info, None, compiler=compiler), seed=1)
     tokens, logprobs = greedy_in_a_mixed_batch(driver, prompts, NUM_TOKENS, rng)
     again = prompts[-1][:40] + prompts[0]
     driver.open(20, again, shares=(len(prompts), 2))

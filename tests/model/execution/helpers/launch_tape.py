@@ -59,6 +59,10 @@ class TapedGraph:
                 result.copy_(new)
 
 
+_READS = torch.ops.aten._local_scalar_dense, torch.ops.aten.item, torch.ops.aten.nonzero
+"""Operations whose results the host needs: CUDA raises where they are recorded."""
+
+
 class _Tape(TorchDispatchMode):
     """Adds the operations that run to `graph`, if there is one."""
 
@@ -71,6 +75,8 @@ class _Tape(TorchDispatchMode):
         if function is torch.ops.tokasaurus.attend.default:
             with self:  # a recording ends and begins in it, or goes on
                 return _attend(*args, **kwargs)
+        if self.graph is not None and function.overloadpacket in _READS:
+            raise RuntimeError("operation not permitted when stream is capturing")
         result = function(*args, **kwargs)
         if self.graph is None:
             return result
