@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "attention/attention_amx.h"
+#include "attention/attention_codes.h"
 #include "attention/attention_tile.h"
 #include "attention/int8_cache.h"
 #include "attention/merge.h"
@@ -62,6 +63,9 @@ struct alignas(64) Scratch {
   alignas(64) Multiplied<Stored> widened_keys[kIsWidened ? kChunk * kMaxHeadDim : 1];
   alignas(64) Multiplied<Stored> widened_values[kIsWidened || kUsesAmx<Stored> ? kChunk * kMaxHeadDim : 1];
   float key_scales[kHasScales<Stored> ? kChunk : 1], value_scales[kHasScales<Stored> ? kChunk : 1];
+#if TOKA_INT8_DOT
+  CodedQuery coded[kHasScales<Stored> ? kTileQueries : 1];
+#endif
 };
 
 // Segments of query rows, each with its own blocks. Filled by Python: structs.PagedPartStruct, from
@@ -198,11 +202,11 @@ static inline void scale_scores(float* scores, const float* key_scales, int coun
 
 // Online softmax: turns scores[0..padded) of one query into weights 2^(scale * (score - reference)). Only tokens from
 // `first` on and before `visible` get a weight. If the reference changes, the sum and output so far are rescaled. The
-// reference need not be the largest score, as long as weights stay within 2^8. With an int8 cache, the weights are
-// multiplied by the scales of the values.
-template <typename Stored>
+// reference need not be the largest score, as long as weights stay within 2^8. has_scales: the weights are multiplied
+// by the scales of the values.
+template <bool has_scales, typename Stored, typename Weight>
 static inline void update_online_softmax(Scratch<Stored>& scratch, int query, float* scores, int first, int visible,
-                                         int padded, float scale, int64_t head_dim, QueryOperand<Stored>* weights) {
+                                         int padded, float scale, int64_t head_dim, Weight* weights) {
   if (std::max(first, 0) >= std::min(visible, padded)) {
     std::memset(weights, 0, padded * sizeof *weights);
     return;
@@ -225,7 +229,7 @@ static inline void update_online_softmax(Scratch<Stored>& scratch, int query, fl
     // The difference first: the product of a large score would be rounded.
     const Floats weight = exp2((load(scores + token) - reference) * scale);
     sum += weight;
-    if constexpr (kHasScales<Stored>)
+    if constexpr (has_scales)
       store(weights + token, weight * load(scratch.value_scales + token));
     else
       store(weights + token, weight);
@@ -414,8 +418,9 @@ static void attend_rows(const Problem<Stored>& problem, const Partition& partiti
       if constexpr (kHasScales<Stored>)
         scale_scores(scratch.scores + i * kChunk, scratch.key_scales, num_groups * kGroup);
       problem.cap(scratch.scores + i * kChunk, num_groups * kGroup);
-      update_online_softmax(scratch, first + i, scratch.scores + i * kChunk, first_seen, visible, num_groups * kGroup,
-                            problem.scale(), head_dim, scratch.weights + i * kChunk);
+      update_online_softmax<kHasScales<Stored>>(scratch, first + i, scratch.scores + i * kChunk, first_seen, visible,
+                                                num_groups * kGroup, problem.scale(), head_dim,
+                                                scratch.weights + i * kChunk);
     }
   };
 #if TOKA_AMX

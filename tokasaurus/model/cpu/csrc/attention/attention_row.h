@@ -65,17 +65,11 @@ class UnitIterator {
   int num_heads_, head_, token_, end_;
 };
 
-// Attention of one row with N queries per KV head.
-template <int N, typename Stored>
-static void attend_row_of(const Problem<Stored>& problem, const Partition& partition, const Partition* next_partition,
-                          Scratch<Stored>& scratch) {
-  constexpr int kSums = N * kGroupVectors, kParts = kSums <= 3 ? 4 : kSums <= 6 ? 2 : 1;
-  typedef std::conditional_t<kHasScales<Stored>, Multiplied<Stored>, Stored> Numbers;
-  const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Numbers>;
-  const float scale = problem.scale();
-  const int visible = problem.visible_to(partition.segment, partition.first_row);
-  const int first_seen = problem.first_seen_by(partition.segment, partition.first_row);
-  load_queries(problem, partition, N, scratch);
+// Calls body(unit, ahead) for each unit of a partition, and what to prefetch meanwhile: a later unit of this or the
+// next partition, or the unit itself.
+template <typename Stored, typename Body>
+static TOKA_INLINE void for_each_unit(const Problem<Stored>& problem, const Partition& partition,
+                                      const Partition* next_partition, const Body& body) {
   UnitIterator<Stored> unit(problem, partition), ahead = unit;
   const auto advance_ahead = [&] {
     ahead.advance();
@@ -88,26 +82,90 @@ static void attend_row_of(const Problem<Stored>& problem, const Partition& parti
   for (; !unit.ended(); unit.advance()) {
     const ChunkGroups<Stored> stored = unit.group(), stored_ahead = ahead.ended() ? stored : ahead.group();
     if (!ahead.ended()) advance_ahead();
-    ChunkGroups<Numbers> groups, next;
-    if constexpr (kHasScales<Stored>)
-      groups = next = widened(stored, stored_ahead, head_dim, scratch);
-    else
-      groups = stored, next = stored_ahead;
-    const int first = unit.head() * N;
-    score_groups<N, 1, kParts, Numbers>(scratch.query + first * head_dim, groups.keys, next.keys, num_steps,
-                                        scratch.scores);
-    for (int i = 0; i < N; ++i) {
-      if constexpr (kHasScales<Stored>) scale_scores(scratch.scores + i * kChunk, scratch.key_scales, kGroup);
-      problem.cap(scratch.scores + i * kChunk, kGroup);
-      update_online_softmax(scratch, first + i, scratch.scores + i * kChunk, first_seen - unit.token(),
-                            std::min(visible - unit.token(), kGroup), kGroup, scale, head_dim,
-                            scratch.weights + i * kChunk);
-    }
-    for (int i = 0; i < N; i += kValueQueries)
-      add_weighted_values<std::min(N, kValueQueries), Numbers>(std::min(kValueQueries, N - i),
-                                                               scratch.output + (first + i) * head_dim,
-                                                               scratch.weights + i * kChunk, groups, next, 1, head_dim);
+    body(unit, stored, stored_ahead);
   }
+}
+
+#if TOKA_INT8_DOT
+
+// attend_row_of with an int8 cache.
+template <int N>
+static void attend_codes_of(const Problem<int8_t>& problem, const Partition& partition, const Partition* next_partition,
+                            Scratch<int8_t>& scratch) {
+  constexpr int kParts = N * kGroupVectors <= 3 ? 4 : N * kGroupVectors <= 6 ? 2 : 1;
+  const int64_t head_dim = problem.shape.head_dim;
+  const float scale = problem.scale();
+  const int visible = problem.visible_to(partition.segment, partition.first_row);
+  const int first_seen = problem.first_seen_by(partition.segment, partition.first_row);
+  const int num_queries = problem.num_queries(partition);
+  for (int query = 0; query < num_queries; ++query) {
+    const int64_t from =
+        problem.row_of(partition, query) * problem.query_row_stride + problem.head_of(partition, query) * head_dim;
+    dispatch_activation_type(problem.activation_type, [&](auto tag) {
+      scratch.coded[query].set((const TypeOf<decltype(tag)>*)problem.query + from, head_dim);
+    });
+  }
+  reset_queries(num_queries, head_dim, scratch);
+  for_each_unit(
+      problem, partition, next_partition,
+      [&](const UnitIterator<int8_t>& unit, const ChunkGroups<int8_t>& stored,
+          const ChunkGroups<int8_t>& ahead) TOKA_LAMBDA {
+        const int first = unit.head() * N;
+        score_codes<N, kParts>(scratch.coded + first, stored.keys[0], ahead.keys[0], stored.scales[0], head_dim,
+                               scratch.scores);
+        __builtin_prefetch(ahead.scales[0], 0, 2);
+        CodedWeights weights[N];
+        for (int i = 0; i < N; ++i) {
+          float* const own = scratch.scores + i * kChunk;
+          problem.cap(own, kGroup);
+          update_online_softmax<false>(scratch, first + i, own, first_seen - unit.token(),
+                                       std::min(visible - unit.token(), kGroup), kGroup, scale, head_dim, own);
+          weights[i].set(own, stored.scales[0] + kGroup);
+        }
+        add_weighted_codes<N>(weights, stored.values[0], ahead.values[0], head_dim, scratch.output + first * head_dim);
+      });
+}
+
+#endif
+
+// Attention of one row with N queries per KV head.
+template <int N, typename Stored>
+static void attend_row_of(const Problem<Stored>& problem, const Partition& partition, const Partition* next_partition,
+                          Scratch<Stored>& scratch) {
+#if TOKA_INT8_DOT
+  if constexpr (kHasScales<Stored>) return attend_codes_of<N>(problem, partition, next_partition, scratch);
+#endif
+  constexpr int kSums = N * kGroupVectors, kParts = kSums <= 3 ? 4 : kSums <= 6 ? 2 : 1;
+  typedef std::conditional_t<kHasScales<Stored>, Multiplied<Stored>, Stored> Numbers;
+  const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Numbers>;
+  const float scale = problem.scale();
+  const int visible = problem.visible_to(partition.segment, partition.first_row);
+  const int first_seen = problem.first_seen_by(partition.segment, partition.first_row);
+  load_queries(problem, partition, N, scratch);
+  for_each_unit(problem, partition, next_partition,
+                [&](const UnitIterator<Stored>& unit, const ChunkGroups<Stored>& stored,
+                    const ChunkGroups<Stored>& stored_ahead) TOKA_LAMBDA {
+                  ChunkGroups<Numbers> groups, next;
+                  if constexpr (kHasScales<Stored>)
+                    groups = next = widened(stored, stored_ahead, head_dim, scratch);
+                  else
+                    groups = stored, next = stored_ahead;
+                  const int first = unit.head() * N;
+                  score_groups<N, 1, kParts, Numbers>(scratch.query + first * head_dim, groups.keys, next.keys,
+                                                      num_steps, scratch.scores);
+                  for (int i = 0; i < N; ++i) {
+                    float* const own = scratch.scores + i * kChunk;
+                    if constexpr (kHasScales<Stored>) scale_scores(own, scratch.key_scales, kGroup);
+                    problem.cap(own, kGroup);
+                    update_online_softmax<kHasScales<Stored>>(scratch, first + i, own, first_seen - unit.token(),
+                                                              std::min(visible - unit.token(), kGroup), kGroup, scale,
+                                                              head_dim, scratch.weights + i * kChunk);
+                  }
+                  for (int i = 0; i < N; i += kValueQueries)
+                    add_weighted_values<std::min(N, kValueQueries), Numbers>(
+                        std::min(kValueQueries, N - i), scratch.output + (first + i) * head_dim,
+                        scratch.weights + i * kChunk, groups, next, 1, head_dim);
+                });
 }
 
 // Calls attend_row_of for the number of queries per KV head, which is at most N.
@@ -121,7 +179,8 @@ static void attend_row(const Problem<Stored>& problem, const Partition& partitio
 // Whether a single row is attended to by attend_row, which reads several KV heads in turn.
 template <typename Stored>
 static bool reads_rows_alone(const Problem<Stored>& problem) {
-  constexpr int kMinTileGroup = 4;  // with fewer queries, tiles take longer
+  // With fewer queries, tiles take longer; the codes of an int8 cache would be widened for them.
+  constexpr int kMinTileGroup = kHasScales<Stored> ? 9 : 4;
   return problem.group() <= kScoreQueries && !(kUsesAmx<Stored> && problem.group() >= kMinTileGroup);
 }
 

@@ -305,8 +305,6 @@ Groups read_groups(const uint8_t* panel, int64_t in_size, float* numbers) {
   return groups;
 }
 
-static TOKA_INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
-
 // Whether a panel of codes becomes one of integers, which bfloat16 has exactly, and sums are multiplied by the scales:
 // weights, rounded to bfloat16, would be others than the stored ones.
 template <typename Element>

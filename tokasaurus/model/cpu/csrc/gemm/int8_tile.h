@@ -13,18 +13,13 @@
 #pragma once
 
 #include "gemm/blocks.h"
+#include "simd/dot_four.h"
 
 constexpr int kInputBlock = 32, kInputSum = 16;
 
 // Blocks of x for weights of kI8; a row's last block may be smaller. A few activations are much larger than the others,
 // and make all others of their block coarse. Measured with the demo model: a single block costs 2.5 % of perplexity.
 constexpr int64_t kWideBlock = 128;
-
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
-#define TOKA_INT8_DOT 1
-#else
-#define TOKA_INT8_DOT 0
-#endif
 
 // With 32 registers, the sums of integers and of floats fit into them, with the codes of four inputs and those of x;
 // more rows were measured to be slower. With 16, sums of floats go to memory and back.
@@ -46,12 +41,6 @@ struct Int8Rows {
   bool has_planes;
 };
 
-static TOKA_INLINE Ints broadcast_four(const void* from) {
-  int32_t four;
-  std::memcpy(&four, from, sizeof four);
-  return Ints{} + four;
-}
-
 template <int bits>
 static TOKA_INLINE void prefetch_codes(const uint8_t* codes) {
   repeat<kBytesTogether<bits> / kCacheLineBytes>(
@@ -61,20 +50,6 @@ static TOKA_INLINE void prefetch_codes(const uint8_t* codes) {
 #if TOKA_INT8_DOT || !defined(__AVX2__)
 
 constexpr bool kHasPairs = false;
-
-// Of each lane: sum + the products of its four unsigned codes with four signed ones.
-static TOKA_INLINE Ints dot_four(Ints sum, Ints codes, Ints x) {
-#if defined(__AVX512VNNI__)
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
-#elif defined(__AVXVNNI__)
-  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
-#elif defined(__ARM_FEATURE_MATMUL_INT8)
-  return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)codes, (int8x16_t)x);
-#else
-  for (int i = 0; i < 4; ++i) sum += (Ints)((UInts)codes >> 8 * i & 255) * (x << (24 - 8 * i) >> 24);
-  return sum;
-#endif
-}
 
 // total += the products of the inputs [first, first + count) of M rows from `row` on. codes: those of the panel, from
 // `first` on.

@@ -74,6 +74,8 @@ static TOKA_INLINE void repeat(const Body& body) {
 // x in every lane.
 static TOKA_INLINE Floats broadcast(float x) { return x - Floats{}; }
 
+static TOKA_INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+
 template <typename Vector>
 static TOKA_INLINE Vector load_vector(const void* from) {
   Vector x;
