@@ -26,6 +26,10 @@ class ModelShape:
     """The embedding is also the LM head."""
     max_tokens: int = 8192
     """Longest sequence."""
+    num_experts: int = 0
+    """Of each layer, each an MLP of mlp_size; 0: layers have one MLP."""
+    num_chosen: int = 1
+    """Experts of a token."""
 
 
 LLAMA_1B = ModelShape("Llama-3.2-1B shape", 128_256, 2048, 8192, 16, 32, 8, 64, is_tied=True)

@@ -1,4 +1,4 @@
-"""Measures servers for CPUs with models of five sizes in three formats, in turns: `python -m benchmarks.cpu_table`.
+"""Measures servers for CPUs with models of six shapes in three formats, in turns: `python -m benchmarks.cpu_table`.
 
 Each server is started once for a model and a round, and gets three loads: one stream, 64 unrelated requests, and 512
 samples of one prompt. A figure is given beside what the machine's memory and arithmetic allow.
@@ -23,7 +23,7 @@ from rich.table import Table
 
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
 from benchmarks.cpu_table.bounds import Load, Machine, loads_of, measure_machine
-from benchmarks.cpu_table.models import FORMATS, SHAPES, num_matrix_weights, write_gguf
+from benchmarks.cpu_table.models import FORMATS, SHAPES, WeightBytes, num_matrix_weights, write_gguf
 from benchmarks.line_plot import LinePlot, write_line_plots
 from benchmarks.random_models import NUM_BYTES, ModelShape, write_model
 from benchmarks.results import add_result_arguments, begin_results, end_results, make_console
@@ -54,16 +54,15 @@ class Model:
     """One of FORMATS."""
     gguf: Path
     checkpoint: Path | None
-    """The same shape in Hugging Face format; bfloat16 only."""
-    weight_bytes: int
-    """Of the matrices by which every token is multiplied."""
+    """The same shape in Hugging Face format; bfloat16 without experts only."""
+    weight_bytes: WeightBytes
 
     def path_for(self, server: str) -> Path | None:
         """What the server reads; None if it does not read this format."""
         if server == "vllm":
             return self.checkpoint
         if server == OPENVINO:
-            return None if self.kind == "bfloat16" else self.gguf
+            return None if self.kind == "bfloat16" or self.shape.num_experts else self.gguf
         return self.gguf if server == "llama.cpp" or self.checkpoint is None else self.checkpoint
 
 
@@ -90,7 +89,7 @@ def written_models(directory: Path, names: Sequence[str], kinds: Sequence[str]) 
             shape, own = SHAPES[name], directory / f"{name}-{kind}"
             own.mkdir()
             try:
-                checkpoint = own / "checkpoint" if kind == "bfloat16" else None
+                checkpoint = own / "checkpoint" if kind == "bfloat16" and not shape.num_experts else None
                 if checkpoint is not None:
                     checkpoint.mkdir()
                     write_model(checkpoint, shape)

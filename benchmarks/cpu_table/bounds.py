@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.cpu_table.models import num_matrix_weights
+from benchmarks.cpu_table.models import WeightBytes, num_matrix_weights
 from benchmarks.random_models import ModelShape
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedWeights
@@ -44,20 +44,21 @@ class Load:
     has_one_prompt: bool = False
     """All ask for the same prompt, which has to be computed once."""
 
-    def least_seconds(self, machine: Machine, shape: ModelShape, weight_bytes: int) -> float:
+    def least_seconds(self, machine: Machine, shape: ModelShape, weight_bytes: WeightBytes) -> float:
         """If every byte of weights, keys and values is read once a step at full bandwidth while the products have
         their full rate, and each step has a token of every request.
 
-        weight_bytes: of the matrices as they are stored. Keys and values count two bytes a number."""
+        Keys and values count two bytes a number."""
         operations = 2 * num_matrix_weights(shape)
         head = 2 * shape.vocab_size * shape.hidden_size  # whose logits only a prompt's last token needs
         prompts = 1 if self.has_one_prompt else self.num_requests
         prefilled = prompts * (self.prompt_tokens * (operations - head) + head)
-        prefill = max(prefilled / machine.operations_per_s, weight_bytes / machine.bytes_per_s)
+        prefilled_bytes = weight_bytes.read_by(shape, prompts * self.prompt_tokens)
+        prefill = max(prefilled / machine.operations_per_s, prefilled_bytes / machine.bytes_per_s)
         token_bytes = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
         own_tokens = self.output_tokens / 2 + (0 if self.has_one_prompt else self.prompt_tokens)
         cached = self.num_requests * own_tokens + (self.prompt_tokens if self.has_one_prompt else 0)
-        reading = (weight_bytes + token_bytes * cached) / machine.bytes_per_s
+        reading = (weight_bytes.read_by(shape, self.num_requests) + token_bytes * cached) / machine.bytes_per_s
         computing = self.num_requests * operations / machine.operations_per_s
         return prefill + (self.output_tokens - 1) * max(reading, computing)
 

@@ -1,6 +1,9 @@
-"""The models of the table: Llama's layers in five sizes, with random weights, as a checkpoint or as a GGUF file."""
+"""The models of the table: Llama's layers in five sizes, and Mixtral's in one, with random weights, as a checkpoint or
+as a GGUF file."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
@@ -16,8 +19,11 @@ SHAPES = {
     "1B": LLAMA_1B,
     "4B": ModelShape("4B", 151_936, 2560, 9728, 36, 32, 8, 128, is_tied=True),
     "8B": LLAMA_8B,
+    "experts": ModelShape(
+        "1.7B, 0.3B active", 32_000, 1024, 512, 16, 16, 8, 64, is_tied=False, num_experts=64, num_chosen=8
+    ),
 }
-"""The sizes of SmolLM2-135M, Qwen3-0.6B, Llama-3.2-1B, Qwen3-4B and Llama-3.1-8B."""
+"""The sizes of SmolLM2-135M, Qwen3-0.6B, Llama-3.2-1B, Qwen3-4B and Llama-3.1-8B; one with as many experts as OLMoE."""
 
 _FILE_TYPES = {
     "bfloat16": LlamaFileType.MOSTLY_BF16,
@@ -41,15 +47,31 @@ _SCALES = {
 
 
 def num_matrix_weights(shape: ModelShape) -> int:
-    """Weights that every token is multiplied by: the layers' matrices and the LM head."""
+    """Weights that a token is multiplied by: the layers' matrices, of experts those chosen, and the LM head."""
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
-    layer = attention + 3 * shape.mlp_size * shape.hidden_size
+    router = shape.num_experts * shape.hidden_size
+    layer = attention + router + 3 * shape.num_chosen * shape.mlp_size * shape.hidden_size
     return shape.num_layers * layer + shape.vocab_size * shape.hidden_size
 
 
-def write_gguf(path: Path, shape: ModelShape, kind: str) -> int:
-    """Writes the model with the types that llama.cpp's quantiser gives a file of this kind (one of FORMATS)
-    -> bytes of the matrices by which every token is multiplied.
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """Of the matrices as they are stored."""
+
+    of_all_tokens: int
+    """By which every token is multiplied."""
+    of_experts: int = 0
+
+    def read_by(self, shape: ModelShape, num_rows: int) -> float:
+        """Expected in a step of num_rows tokens, whose experts are drawn evenly."""
+        if not shape.num_experts:
+            return self.of_all_tokens
+        unread = (1 - shape.num_chosen / shape.num_experts) ** num_rows
+        return self.of_all_tokens + self.of_experts * (1 - unread)
+
+
+def write_gguf(path: Path, shape: ModelShape, kind: str) -> WeightBytes:
+    """Writes the model with the types that llama.cpp's quantiser gives a file of this kind (one of FORMATS).
 
     All layers have the same random blocks. Raises OSError."""
     writer = GGUFWriter(path, "llama")
@@ -57,15 +79,23 @@ def write_gguf(path: Path, shape: ModelShape, kind: str) -> int:
     writer.add_file_type(_FILE_TYPES[kind])
     random = np.random.default_rng(0)
     made: dict[tuple[str, int, int], NDArray[np.uint8]] = {}
-    num_bytes = 0
+    num_bytes = num_expert_bytes = 0
 
     def add(name: str, stored: str, rows: int, columns: int, is_multiplied: bool = True) -> None:
         nonlocal num_bytes
-        key = (stored, rows, columns)
+        writer.add_tensor(f"{name}.weight", blocks(stored, rows, columns), raw_dtype=GGMLQuantizationType[stored])
+        num_bytes += blocks(stored, rows, columns).nbytes if is_multiplied else 0
+
+    def add_experts(name: str, stored: str, rows: int, columns: int) -> None:
+        nonlocal num_expert_bytes
+        own = blocks(stored, shape.num_experts * rows, columns).reshape(shape.num_experts, rows, -1)
+        writer.add_tensor(f"{name}_exps.weight", own, raw_dtype=GGMLQuantizationType[stored])
+        num_expert_bytes += own.nbytes
+
+    def blocks(*key: Any) -> NDArray[np.uint8]:
         if key not in made:
             made[key] = _random_blocks(random, *key)
-        writer.add_tensor(f"{name}.weight", made[key], raw_dtype=GGMLQuantizationType[stored])
-        num_bytes += made[key].nbytes if is_multiplied else 0
+        return made[key]
 
     def add_norm(name: str) -> None:
         writer.add_tensor(f"{name}.weight", np.ones(shape.hidden_size, np.float32))
@@ -94,14 +124,19 @@ def write_gguf(path: Path, shape: ModelShape, kind: str) -> int:
             ("ffn_down", hidden, mlp, True),
         ):
             stored = _stored_type(kind, columns, has_more_bits and may_have_more)
-            add(f"blk.{layer}.{name}", stored, rows, columns)
+            add_one = add_experts if shape.num_experts and name.startswith("ffn") else add
+            add_one(f"blk.{layer}.{name}", stored, rows, columns)
+        if shape.num_experts:
+            router = random.standard_normal((shape.num_experts, hidden), np.float32)
+            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
+            num_bytes += router.nbytes
         add_norm(f"blk.{layer}.attn_norm")
         add_norm(f"blk.{layer}.ffn_norm")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return num_bytes
+    return WeightBytes(num_bytes, num_expert_bytes)
 
 
 def _stored_type(kind: str, columns: int, has_more_bits: bool) -> str:
@@ -137,6 +172,9 @@ def _add_metadata(writer: GGUFWriter, shape: ModelShape) -> None:
     writer.add_context_length(shape.max_tokens)
     writer.add_embedding_length(shape.hidden_size)
     writer.add_feed_forward_length(shape.mlp_size)
+    if shape.num_experts:
+        writer.add_expert_count(shape.num_experts)
+        writer.add_expert_used_count(shape.num_chosen)
     writer.add_head_count(shape.num_heads)
     writer.add_head_count_kv(shape.num_kv_heads)
     writer.add_key_length(shape.head_dim)

@@ -12,7 +12,7 @@ from gguf import GGUFReader
 from benchmarks.cpu_table import __main__ as cpu_table
 from benchmarks.cpu_table.__main__ import Measured, ratios_to_toka, requests_file
 from benchmarks.cpu_table.bounds import Load, Machine, loads_of
-from benchmarks.cpu_table.models import FORMATS, SHAPES, num_matrix_weights, write_gguf
+from benchmarks.cpu_table.models import FORMATS, SHAPES, WeightBytes, num_matrix_weights, write_gguf
 from benchmarks.random_models import TINY, ModelShape
 from tokasaurus.checkpoint import resolve_checkpoint
 
@@ -21,7 +21,7 @@ SMALL = ModelShape("small", 512, 256, 512, 9, 4, 2, 64, is_tied=False)
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_weights_have_the_same_spread_in_each_format(kind: str, tmp_path: Path) -> None:
-    num_bytes = write_gguf(tmp_path / "model.gguf", SMALL, kind)
+    num_bytes = write_gguf(tmp_path / "model.gguf", SMALL, kind).of_all_tokens
     matrices = [tensor for tensor in GGUFReader(tmp_path / "model.gguf").tensors if len(tensor.shape) == 2]
     for tensor in matrices:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
@@ -51,15 +51,31 @@ def test_a_file_is_a_model_of_its_shape(tmp_path: Path) -> None:
     assert (info.num_layers, info.hidden_size, info.vocab_size) == (9, 256, 512)
 
 
+def test_a_file_with_experts_is_a_model_with_experts(tmp_path: Path) -> None:
+    shape = replace(SMALL, num_experts=8, num_chosen=2)
+    stored = write_gguf(tmp_path / "model.gguf", shape, "Q4_K_M")
+    tensors = GGUFReader(tmp_path / "model.gguf").tensors
+    experts = [tensor for tensor in tensors if "_exps" in tensor.name]
+    assert stored.of_experts == sum(tensor.n_bytes for tensor in experts)
+    assert len(experts) == 3 * shape.num_layers
+    dense = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.name != "token_embd.weight"]
+    of_token = sum(tensor.n_elements for tensor in dense) + sum(tensor.n_elements for tensor in experts) // 4
+    assert num_matrix_weights(shape) == of_token
+    info = resolve_checkpoint(str(tmp_path / "model.gguf")).info
+    assert {(layer.mlp.expert.width, layer.mlp.router.num_chosen) for layer in info.spec.layers} == {(512, 2)}
+    assert stored.read_by(shape, 1) == pytest.approx(stored.of_all_tokens + stored.of_experts / 4)
+    assert stored.read_by(shape, 1000) == pytest.approx(stored.of_all_tokens + stored.of_experts)
+
+
 def test_the_bound_of_one_stream_is_reading_and_of_many_samples_computing() -> None:
     shape, machine = SHAPES["1B"], Machine(bytes_per_s=20e9, operations_per_s=400e9)
     weights = num_matrix_weights(shape)
-    stream = Load("one", 1, 1, 101).least_seconds(machine, shape, 2 * weights)
+    stream = Load("one", 1, 1, 101).least_seconds(machine, shape, WeightBytes(2 * weights))
     assert stream == pytest.approx(101 * 2 * weights / 20e9, rel=0.01)
     layers = weights - 128_256 * 2048  # the head is for the last token of a prompt alone
-    samples = Load("many", 512, 100, 11, has_one_prompt=True).least_seconds(machine, shape, 2 * weights)
+    samples = Load("many", 512, 100, 11, has_one_prompt=True).least_seconds(machine, shape, WeightBytes(2 * weights))
     assert samples == pytest.approx((100 * layers + 10 * 512 * weights) * 2 / 400e9, rel=0.01)
-    unrelated = Load("many", 512, 100, 11).least_seconds(machine, shape, 2 * weights)
+    unrelated = Load("many", 512, 100, 11).least_seconds(machine, shape, WeightBytes(2 * weights))
     assert unrelated == pytest.approx((512 * 100 * layers + 11 * 512 * weights) * 2 / 400e9, rel=0.02)
 
 
