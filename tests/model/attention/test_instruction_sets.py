@@ -67,7 +67,7 @@ def check_equal(shape: KVShape, causal: bool, layer: int, kernels: Kernels) -> N
     if kernels.has_bfloat16_arithmetic and shape.dtype != torch.float32:  # weights are rounded; of int8, queries too
         tolerance, of_lse = {"atol": 0.02, "rtol": 2**-7}, {"atol": 0.02, "rtol": 1e-5}
     elif shape.dtype == torch.int8:  # queries and weights may be rounded to integers of 16 bits
-        tolerance = of_lse = {"atol": 1e-4, "rtol": 1e-5}
+        tolerance = of_lse = {"atol": 5e-4, "rtol": 1e-5}
     torch.testing.assert_close(output, expected, **tolerance)
     torch.testing.assert_close(lse, expected_lse, **of_lse)
 
