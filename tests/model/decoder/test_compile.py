@@ -10,9 +10,10 @@ from types import FunctionType
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from tests.helpers.examples import IS_NIGHTLY, few
-from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
+from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, option_config, save_random_model, save_tiny_model
 from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load, oracle_greedy
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import StepDriver, make_runner, one_thread
@@ -77,9 +78,21 @@ def test_one_compiled_function_of_all_layers_gives_the_tokens_of_transformers(
     family: str, backend: str, tmp_path: Path
 ) -> None:
     oracle = save_tiny_model(tmp_path, family, tied=family == "llama")
-    runner, compiler = compiled_runner(tmp_path, backend)
+    assert_equals_oracle(tmp_path, oracle, backend, FAMILIES.index(family))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe"])
+def test_layers_with_experts_are_compiled(family: str, tmp_path: Path) -> None:
+    """With a router in groups, a shared expert and its gate."""
+    oracle = save_random_model(tmp_path, option_config(family, 0))
+    assert_equals_oracle(tmp_path, oracle, "cpu", 0)
+
+
+def assert_equals_oracle(directory: Path, oracle: PreTrainedModel, backend: str, seed: int) -> None:
+    """Tokens and log-probabilities in mixed batches, without a recompile."""
+    runner, compiler = compiled_runner(directory, backend)
     assert compiler.num_compilations == 1
-    rng = random.Random(FAMILIES.index(family))
+    rng = random.Random(seed)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 16, 33, 90]))] for _ in range(5)]
     with torch.compiler.set_stance("fail_on_recompile"):
         tokens, logprobs = greedy_in_a_mixed_batch(StepDriver(runner), prompts, 12, rng)
