@@ -3,6 +3,7 @@
 //
 // All inputs are multiples of 1/64 up to 2, which every element type represents exactly: only the kernels round.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -27,6 +28,8 @@ void toka_pack_blocks(const PackedWeights* weights, int64_t block_type, const vo
 int64_t toka_block_panel_bytes(int64_t block_type, int64_t in_size);
 void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows, const Norm* norm,
                    double multiplier, double softcap, void* out);
+void toka_run_experts(const Experts* experts, const Norm* norm, const void* x, int64_t num_rows, const int64_t* chosen,
+                      const float* weights, void* out);
 void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t num_tokens, void* out);
 void toka_write_kv(int64_t activation_type, int64_t cache_type, const void* key, const void* value, int64_t key_stride,
                    int64_t value_stride, const int64_t* kv_indices, int64_t num_tokens, void* cache,
@@ -251,7 +254,7 @@ template <typename Weight>
 void check_blocks() {
   typedef Activation<Weight> Element;
   constexpr int64_t kIn = 512, kOut = 45;
-  for (int64_t type = kQ4_0; type <= kI8; ++type) {
+  for (int64_t type = kQ4_0; type <= kMXFP4; ++type) {
     vector<PanelBlocks> places;
     PackedWeights blocks = {kElementType<Weight>, kIn, kOut, 0, nullptr, nullptr};
     const int64_t panel_bytes = toka_block_panel_bytes(type, kIn), num_panels = blocks.num_panels();
@@ -269,7 +272,9 @@ void check_blocks() {
         for (int number = 0; number < F::kNumbers; ++number) {  // from 1/64 to 1/16, of either sign
           const uint16_t bits = 0x2400 + generator() % 0x800 + (generator() % 2 << 15);
           const float value = to_float(float16{bits});
-          if (std::is_same_v<typename F::GroupNumber, float>)
+          if (constant.value == kMXFP4)
+            rows[block] = 120 + generator() % 4;  // an exponent
+          else if (std::is_same_v<typename F::GroupNumber, float>)
             std::memcpy(&rows[block + 4 * number], &value, sizeof value);
           else
             std::memcpy(&rows[block + (constant.value == kQ6_K ? 208 : 2 * number)], &bits, sizeof bits);
@@ -414,6 +419,48 @@ void check_merge() {
   toka_merge(kElementType<Element>, as<float>(first).data(), as<float>(first_lse).data(), as<float>(second).data(),
              as<float>(second_lse).data(), output.data(), count, kHeadDim);
   compare(std::string("merge to ") + kNames[kElementType<Element>], output, expected, kTolerance<Element>);
+}
+
+// Two of seven experts for each row, by the sigmoids of a router, and a shared expert.
+template <typename Weight>
+void check_experts() {
+  typedef Activation<Weight> Element;
+  constexpr int64_t kExperts = 7, kChosen = 2, kIn = 96, kInner = 46, kRows = 40;
+  vector<Matrix<Weight>> gate_up, down;
+  vector<PackedWeights> packed_gate_up, packed_down;
+  gate_up.reserve(kExperts + 1), down.reserve(kExperts + 1);  // weights point into them
+  for (int64_t expert = 0; expert <= kExperts; ++expert) {
+    gate_up.emplace_back(kIn, kInner, true, false, 1.0 / 16);
+    down.emplace_back(kInner, kIn, false, true, 1.0 / 16);
+    packed_gate_up.push_back(gate_up.back().packed);
+    packed_down.push_back(down.back().packed);
+  }
+  const Matrix<float> router(kIn, kExperts, false, false, 1.0 / 16);
+  const vector<double> x = random_values(kRows * kIn), logits = router.times(x);
+  vector<double> expected = down[kExperts].times(gate_up[kExperts].times(x));
+  for (int64_t row = 0; row < kRows; ++row) {
+    const double* const own = &logits[row * kExperts];
+    const vector<double> input(&x[row * kIn], &x[row * kIn] + kIn);
+    const int64_t first = std::max_element(own, own + kExperts) - own;
+    int64_t second = first == 0 ? 1 : 0;
+    for (int64_t expert = 0; expert < kExperts; ++expert)
+      if (expert != first && own[expert] > own[second]) second = expert;
+    for (const int64_t expert : {first, second}) {
+      const vector<double> output = down[expert].times(gate_up[expert].times(input));
+      for (int64_t i = 0; i < kIn; ++i) expected[row * kIn + i] += output[i] / (1 + std::exp(-own[expert]));
+    }
+  }
+  Experts experts{};
+  experts.num_experts = kExperts, experts.num_chosen = kChosen;
+  experts.gate_up = packed_gate_up.data(), experts.down = packed_down.data();
+  experts.router = router.packed, experts.scores = kSigmoid, experts.scale = 1;
+  experts.shared_gate_up = packed_gate_up[kExperts], experts.shared_down = packed_down[kExperts];
+  for (const int64_t num_rows : {int64_t(1), kRows}) {
+    vector<Element> found(num_rows * kIn);
+    toka_run_experts(&experts, nullptr, as<Element>(x).data(), num_rows, nullptr, nullptr, found.data());
+    compare(std::string("experts of ") + kNames[kElementType<Weight>] + ", rows: " + std::to_string(num_rows), found,
+            vector<double>(expected.begin(), expected.begin() + num_rows * kIn), 4 * kTolerance<Element>);
+  }
 }
 
 // --- A whole layer
@@ -581,6 +628,8 @@ int main() {
   check_gemm<bfloat16>();
   check_blocks<float>();
   check_blocks<bfloat16>();
+  check_experts<float>();
+  check_experts<bfloat16>();
   for (const LayerScores& scores : {kUsualScores, kLimitedScores}) {
     check_attention<float, float>(scores);
     check_attention<bfloat16, float>(scores);

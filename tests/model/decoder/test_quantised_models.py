@@ -34,6 +34,7 @@ def quantised(directory: Path, family: str, kind: str, tied: bool = False) -> tu
         ("qwen2", "Q5_0", False),
         ("qwen2", "Q5_1", True),
         ("qwen3", "Q8_0", False),
+        ("qwen3", "MXFP4", False),
     ],
 )
 def test_a_quantised_model_gives_the_tokens_of_the_dequantised_one(

@@ -13,12 +13,19 @@ _NUMBER_OFFSETS = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q6_K": (208,),
+    "MXFP4": (),
 }
 
 
 _CODES = {
     **{"Q4_0": slice(2, None), "Q4_1": slice(4, None), "Q5_0": slice(2, None), "Q5_1": slice(4, None)},
-    **{"Q8_0": slice(2, None), "Q4_K": slice(16, None), "Q5_K": slice(16, None), "Q6_K": slice(0, 192)},
+    **{
+        "Q8_0": slice(2, None),
+        "Q4_K": slice(16, None),
+        "Q5_K": slice(16, None),
+        "Q6_K": slice(0, 192),
+        "MXFP4": slice(1, None),
+    },
 }
 """Where a block has codes."""
 
@@ -45,6 +52,8 @@ def random_block_rows(block_type: str, num_rows: int, num_blocks: int, seed: int
     num_bytes = GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]][1]
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (num_rows, num_blocks, num_bytes), np.uint8)
+    if block_type == "MXFP4":
+        blocks[:, :, 0] = generator.integers(118, 126, (num_rows, num_blocks))  # an exponent
     for offset in _NUMBER_OFFSETS[block_type]:
         numbers = generator.normal(0, 0.05, (num_rows, num_blocks, 1)).astype(np.float16)
         blocks[:, :, offset : offset + 2] = numbers.view(np.uint8)
@@ -91,6 +100,8 @@ def set_codes(rows: BlockRows, byte: int) -> BlockRows:
         blocks[:, :, 2:] = 0x80  # -128
     elif rows.type == "Q8_0":
         blocks[:, :, 2:] = 0x7F
+    elif rows.type == "MXFP4" and not byte:
+        blocks[:, :, 1:] = 0x77  # 6, as 0xFF is -6
     return BlockRows(rows.type, blocks.flatten(1))
 
 

@@ -30,8 +30,11 @@ _SCALES: dict[str, tuple[int, ...]] = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "MXFP4": (),
 }
 """Offsets of a block's float16 scales, by type."""
+_MAX_EXPONENT = 252
+"""Of a block of MXFP4, its first byte: with more, numbers would not be finite."""
 BLOCK_TYPES = frozenset(_SCALES)
 """Types whose scales `blocks` checks."""
 
@@ -77,6 +80,8 @@ class MappedTensors:
             # A float16 with all bits of the exponent is infinite or not a number.
             if ((each[:, :, offset + 1] & 0x7C) == 0x7C).any():
                 raise _not_finite(name)
+        if tensor.dtype == "MXFP4" and (each[:, :, 0] > _MAX_EXPONENT).any():
+            raise _not_finite(name)
         return stored
 
     def dequantized(self, name: str, rows: slice, columns: slice) -> NDArray[np.float32]:

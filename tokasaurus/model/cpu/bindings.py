@@ -43,7 +43,7 @@ ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 
 BLOCK_TYPES = {
     **{"Q4_0": 1, "Q4_1": 2, "Q5_0": 3, "Q5_1": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7, "Q6_K": 8},
-    **{"I4_32": 9, "I4_64": 10, "I4_128": 11, "I8": 12},
+    **{"I4_32": 9, "I4_64": 10, "I4_128": 11, "I8": 12, "MXFP4": 13},
 }
 """The code by which the kernels know a type of quantised blocks (BlockType in blocks.h), which checkpoint/block_types
 describes."""

@@ -3,7 +3,7 @@
 // A block has some adjacent inputs of one output. Its weights are scale * (code - kOffset) + min, where each group of
 // kGroup inputs has a scale and a min of its own. In types with two levels, these are integers that the block's scale
 // and min multiply; the min is then subtracted. Source of the types with Q: https://github.com/ggml-org/ggml
-// (ggml-common.h). Those with I: checkpoint/block_types.py.
+// (ggml-common.h), and of MXFP4's blocks. Those with I: checkpoint/block_types.py.
 //
 // A panel has first the numbers, each [kPanel]: with two levels, the scale and the min of each block, float16; then
 // the scale and the min of each group (int8 with two levels, else float16 or float32). Then, from a multiple of 64
@@ -31,7 +31,8 @@ enum BlockType : int64_t {
   kI4_32,
   kI4_64,
   kI4_128,
-  kI8
+  kI8,
+  kMXFP4
 };
 
 // A block of a GGUF file, unpacked.
@@ -78,10 +79,14 @@ struct FormatOf<kI4_128> : Format<float, 128, 72, 128, 4, true> {};
 template <>
 struct FormatOf<kI8> : Format<float, 0, 4, 0, 8, false, 128> {};
 
+// With the codes as integers, each twice its number; half the number's scale is of those.
+template <>
+struct FormatOf<kMXFP4> : Format<float, 32, 17, 32, 6, false, 16> {};
+
 // Calls body(std::integral_constant<BlockType, type>{}). Precondition: the type is none of kPlain.
 template <int64_t type = kQ4_0, typename Body>
 void dispatch_blocks(int64_t wanted, const Body& body) {
-  if constexpr (type < kI8)
+  if constexpr (type < kMXFP4)
     if (wanted != type) return dispatch_blocks<type + 1>(wanted, body);
   body(std::integral_constant<BlockType, BlockType(type)>{});
 }
@@ -225,7 +230,15 @@ void pack_blocks(const uint8_t* from, int64_t in_size, int64_t output, uint8_t* 
   };
   for (int64_t b = 0; b < sizes.num_blocks; ++b, from += sizes.block_bytes) {
     const int64_t first = b * sizes.block_inputs;
-    if constexpr (std::is_same_v<Number, float>) {
+    if constexpr (type == kMXFP4) {
+      // Numbers of 4 bits: a sign, 2 bits of exponent and 1 of mantissa. Source: OCP Microscaling Formats 1.0.
+      constexpr int kTwice[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+      put_group(b, std::ldexp(1.0f, from[0] - 128), 0);
+      for (int i = 0; i < F::kSize; ++i) {
+        const int code = from[1 + i % 16] >> i / 16 * 4 & 15;
+        put_code<F::kBits>(codes, first + i, output, uint8_t(kTwice[code] + F::kOffset));
+      }
+    } else if constexpr (std::is_same_v<Number, float>) {
       float scale, min = 0;
       std::memcpy(&scale, from, sizeof scale);
       if (F::kHasMin) std::memcpy(&min, from + sizeof scale, sizeof min);
