@@ -201,10 +201,12 @@ def ratios_to_toka(rows: Sequence[Measured], key: Key) -> list[float]:
 
 
 def write_picture(path: Path, rows: Sequence[Measured]) -> None:
-    """A plot for each load: tokens/s over the weights, a line for each server and format."""
-    sizes = {name: num_matrix_weights(shape) / 1e9 for name, shape in SHAPES.items()}
+    """A plot for each load: tokens/s over the weights, a line for each server and format. Of models without experts."""
+    sizes = {name: num_matrix_weights(shape) / 1e9 for name, shape in SHAPES.items() if not shape.num_experts}
     lines: dict[str, dict[str, dict[float, float]]] = {}
     for (shape, kind, load, server), by_round in grouped(rows).items():
+        if shape not in sizes:
+            continue
         speed = median(row.tokens_per_s for row in by_round.values())
         lines.setdefault(load, {}).setdefault(f"{server} {kind}", {})[sizes[shape]] = speed
     plots = [LinePlot(load, "billions of weights", "tokens/s", of_load) for load, of_load in lines.items()]
@@ -215,7 +217,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cpu_table", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        choices=SHAPES,
+        default=list(SHAPES),
+        metavar="NAME",
+        help="(none: only show what is added)",
+    )
+    parser.add_argument("--add", nargs="+", type=Path, default=[], metavar="FILE", help="JSON of earlier runs, to show")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="starts of each server (default: 1)")
     parser.add_argument("--llama-server", metavar="PROGRAM", help="measure llama.cpp's server too")
@@ -251,7 +261,7 @@ def main(argv: Sequence[str]) -> int:
     machine = measure_machine()
     read, rate = machine.bytes_per_s / 1e9, machine.operations_per_s / 1e9
     console.print(f"reads {read:.1f} GB/s, multiplies at {rate:,.0f} GFLOP/s")
-    rows: list[Measured] = []
+    rows = [Measured(**row) for file in args.add for row in json.loads(file.read_text())["rows"]]
     failures: list[str] = []
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         for model in written_models(Path(directory), args.shapes, args.formats):

@@ -116,4 +116,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert all(row["tokens_per_s"] > 0 and row["share_of_bound"] > 0 for row in rows)
     assert "bfloat16" in (tmp_path / "picture.svg").read_text()
-    assert {path.name for path in tmp_path.iterdir()} == {"found.json", "picture.svg"}
+    again = ["--shapes", "--add", str(tmp_path / "found.json"), "--picture", str(tmp_path / "again.svg")]
+    assert cpu_table.main(again) == 0
+    assert (tmp_path / "again.svg").read_text() == (tmp_path / "picture.svg").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"found.json", "picture.svg", "again.svg"}
