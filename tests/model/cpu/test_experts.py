@@ -219,7 +219,7 @@ def test_a_norm_comes_first(kernels: LayerKernels) -> None:
 def test_a_token_does_not_depend_on_the_others(kernels: LayerKernels) -> None:
     """Nor on which others are computed at a time: with 9 experts chosen, 910 tokens are."""
     layer = Layer(kernels, 9, torch.bfloat16, num_chosen=9, shared=34)
-    layer.packed.reserve(2000)
+    layer.packed.reserve(2000, 9)
     x = random_rows(1000, layer.size, layer.dtype)
     together = layer.packed.routed(x)
     for row in (0, 1, 500, 909, 910, 911, 999):

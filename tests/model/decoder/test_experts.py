@@ -14,14 +14,18 @@ from torch import Tensor
 from tests.checkpoint.helpers.gguf_families import write_family_gguf
 from tests.helpers.tiny_model import OPTIONS, VOCAB_SIZE, option_config, save_random_model
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
-from tokasaurus.checkpoint import CheckpointError, resolve_checkpoint
+from tests.model.helpers.steps import CPU
+from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint
 from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.checkpoint.families.experts import FAMILIES as WITH_EXPERTS
 from tokasaurus.checkpoint.spec import ExpertsSpec, RouterSpec
+from tokasaurus.model.by_transformers.model import TransformersModel
 from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu.experts import PackedExperts
 from tokasaurus.model.cpu.layer_executor import LayerKernels
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.experts import Router, choose_experts, grouped_product, product_by_masks
+from tokasaurus.model.decoder.weights import fill_randomly
 from tokasaurus.model.parallel.mesh import Mesh
 
 ROUTERS = {
@@ -218,11 +222,40 @@ def test_layers_that_draft_are_passed_over(tmp_path: Path) -> None:
     torch.testing.assert_close(
         run_whole_prompt(model, info, Mesh(), None, torch.arange(20)), expected, atol=1e-4, rtol=1e-4
     )
+    assert not model.ignores("model.layers.2.eh_proj.weight")
+    assert not model.ignores("model.layers.x.y"), "a name of another kind is left to who compares names"
     save_changed(tmp_path, lambda tensors: tensors.update({"model.layers.3.mlp.gate.weight": torch.ones(3)}))
     with pytest.raises(
         CheckpointError, match=r"has tensor model\.layers\.3\.mlp\.gate\.weight, which this model has no"
     ):
         load(tmp_path)
+
+
+def test_memory_of_experts_is_reserved_for_as_many_as_tokens_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the class or a rank's part gives the choices; dense layers have none."""
+    reserved = list[tuple[int, int]]()
+    own = PackedExperts.reserve
+
+    def reserve(experts: PackedExperts, *counts: int) -> None:
+        reserved.append(counts)  # type: ignore[arg-type]
+        own(experts, *counts)
+        assert experts.struct.num_chosen == counts[1]
+
+    monkeypatch.setattr(PackedExperts, "reserve", reserve)
+    config = option_config("glm4_moe", 0, first_k_dense_replace=1)
+    save_random_model(tmp_path, config)
+    info = read_model_info(tmp_path)
+    part = Decoder(info, Mesh(tp_rank=1, tp_size=2), torch.float32)
+    of_class = TransformersModel(read_model_info(tmp_path, impl="transformers"), Mesh(), torch.float32, tmp_path)
+    for model in (part, of_class):
+        model.materialize(CPU, 512)
+        fill_randomly(model.weight_shards())
+        model.pack(load_kernels())
+        reserved.clear()
+        model.reserve_experts(3000)
+        assert reserved == [(3000, config.num_experts_per_tok)] * (config.num_hidden_layers - 1)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -4,11 +4,12 @@ import os
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import MixtralConfig
 
 from tests.helpers.tiny_model import save_byte_tokenizer
@@ -25,6 +26,7 @@ from tokasaurus.model.worker import class_check
 from tokasaurus.model.worker.entry import load_worker
 from tokasaurus.model.worker.self_check import Checks
 from tokasaurus.model.worker.start import PhaseLog
+from tokasaurus.monitoring.available_memory import AvailableMemory
 
 RESULTS = [
     f"{chunks}{what}: {which} row"
@@ -114,6 +116,44 @@ def check_with_plan(rank: int, num_ranks: int, rendezvous: Path, answers: Connec
             with suppress(UserError), patch.object(MixtralConfig, "base_model_tp_plan", plan):
                 load_worker(ServerConfig.parse(flags), checkpoint, mesh, rank, PhaseLog(lambda _: None), checks=checks)
             answers.send([result.failure is not None for result in checks.results if result.feature == "transformers"])
+
+
+def check_without_memory(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -> None:
+    """Sends how many results are right where the undivided class has no memory, cannot be loaded, or fails."""
+    torch.set_num_threads(1)
+    flags = ["device=cpu", "dtype=float32", "tp_size=2", "model_impl=transformers", "kv_cache_num_tokens=1024"]
+    checkpoint = resolve_checkpoint(str(rendezvous.parent), impl="transformers")
+    own = TransformersModel.run
+
+    def run(model: TransformersModel, *inputs: Any, **options: Any) -> Tensor:
+        if model._mesh.tp_size == 1 and not inputs[0].is_meta:
+            raise torch.OutOfMemoryError
+        return own(model, *inputs, **options)
+
+    changes = (
+        patch.object(class_check, "available_memory", lambda: AvailableMemory(1000, "")),
+        patch.object(class_check, "load_weights", side_effect=RuntimeError("it fails")),
+        patch.object(TransformersModel, "run", run),
+    )
+    with joined(Mesh(tp_rank=rank, tp_size=num_ranks), rendezvous, CPU) as mesh:
+        for change in changes:
+            checks = Checks(is_thorough=True)
+            with change, patch.object(class_check.logger, "warning") as warning:
+                load_worker(ServerConfig.parse(flags), checkpoint, mesh, rank, PhaseLog(lambda _: None), checks=checks)
+            results = [result.failure is None for result in checks.results if result.feature == "transformers"]
+            answers.send((results, [str(call.args[1]) for call in warning.call_args_list]))
+
+
+def test_what_fails_on_the_first_rank_alone_leaves_the_comparison_with_its_part(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, tiny_config("mixtral"))
+    save_byte_tokenizer(tmp_path)
+    first, second = run_ranks(2, tmp_path, 3, check_without_memory)
+    assert [results for results, _ in first] == [results for results, _ in second] == [[True] * len(RESULTS)] * 3
+    assert [lines for _, lines in second] == [[]] * 3
+    (no_memory,), (no_weights,), (fails,) = (lines for _, lines in first)
+    assert "and 1,000 are available" in no_memory
+    assert "it fails" in no_weights
+    assert "OutOfMemoryError" in fails
 
 
 @pytest.mark.long

@@ -26,6 +26,8 @@ class ClassExperts:
         self.packed: PackedExperts | None = None
         self.num_bytes = 0
         """Of the weights that have been packed."""
+        self._num_chosen = 0
+        """Of a token; 0 until the module's first call, of the probe."""
         self._module = module
         self._own = module.forward
         module.forward = self._forward
@@ -55,6 +57,11 @@ class ClassExperts:
         for expert, rows in zip(own, values.view(len(own), -1, values.shape[-1]), strict=True):
             weights.packed[expert].write(place[1].start or 0, rows)
 
+    def reserve(self, num_rows: int) -> None:
+        """As PackedExperts.reserve."""
+        if self.packed is not None and self._num_chosen:
+            self.packed.reserve(num_rows, self._num_chosen)
+
     def give_back(self) -> None:
         """Return the memory of packed weights to the system; `write` takes it again."""
         if self.packed is not None:
@@ -62,6 +69,8 @@ class ClassExperts:
             self.packed.down.give_back()
 
     def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not self._num_chosen:
+            self._num_chosen = top_k_index.shape[1]
         if self.packed is None:
             own: Tensor = self._own(hidden_states, top_k_index, top_k_weights)
             return own
@@ -79,7 +88,7 @@ def has_usual_experts(module: nn.Module) -> bool:
 
 def _gate_of(module: Any) -> tuple[Activation | None, GateLimits | None] | None:
     """The gate of the class, if the kernels have it, but for how they round: tried, since a class may have any."""
-    gates, ups = torch.rand(2, 4096).mul_(80).sub_(40)
+    gates, ups = torch.rand(2, 4096, generator=torch.Generator().manual_seed(0)).mul_(80).sub_(40)
     features = torch.cat((gates, ups))
 
     def is_own(expected: Tensor) -> bool:

@@ -182,6 +182,10 @@ class TransformersModel(Model):
     def bytes_outside_linears(self) -> int:
         return super().bytes_outside_linears + sum(experts.num_bytes for experts in self._experts.values())
 
+    def reserve_experts(self, num_tokens: int) -> None:
+        for experts in self._experts.values():
+            experts.reserve(num_tokens)
+
     def give_back(self) -> None:
         super().give_back()
         for experts in self._experts.values():

@@ -130,8 +130,10 @@ class PackedExperts:
         assert self._router is not None
         return self._run(x, norm, 0, 0)
 
-    def reserve(self, num_rows: int) -> None:
-        """Allocate and touch the memory that calls of up to num_rows tokens keep between calls."""
+    def reserve(self, num_rows: int, num_chosen: int) -> None:
+        """Allocate and touch the memory that calls of up to num_rows tokens keep between calls, whichever experts they
+        choose. num_chosen: of each token."""
+        self.struct.num_chosen = num_chosen
         self.down.kernels.reserve_experts(ctypes.addressof(self.struct), num_rows)
 
     def _run(self, x: Tensor, norm: PackedNorm | None, chosen: int, weights: int) -> Tensor:

@@ -2,6 +2,7 @@
 its `LayerSpec` (see checkpoint/spec)."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -35,6 +36,8 @@ from tokasaurus.model.parallel.collectives import sum_in_float32
 from tokasaurus.model.parallel.mesh import Mesh
 
 # T tokens in this forward, R rows whose logits are wanted, E hidden size, H query heads, K key/value heads, D head size
+
+_IN_LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 
 
 class Attention(nn.Module):
@@ -311,6 +314,11 @@ class Decoder(Model):
         if self.head is not None:
             self.head.reserve(num_logit_rows)
 
+    def reserve_experts(self, num_tokens: int) -> None:
+        for layer in self.decoder_layers():
+            if isinstance(layer.mlp, Experts) and layer.mlp.packed is not None:
+                layer.mlp.packed.reserve(num_tokens, layer.mlp.router.spec.num_chosen)
+
     def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
         packed = [layer.packed() for layer in self.decoder_layers()]
         whole_layers = [layer for layer in packed if layer is not None]
@@ -400,8 +408,8 @@ class Decoder(Model):
         """
         if is_old_buffer(source) or (self._info.tie_embeddings and source in (EMBEDDING, HEAD)):
             return True
-        is_of_layer = FAMILIES[self._info.family].stored.has_draft_layers and source.startswith("model.layers.")
-        return is_of_layer and int(source.split(".")[2]) >= self._info.num_layers
+        layer = _IN_LAYER.match(source) if FAMILIES[self._info.family].stored.has_draft_layers else None
+        return layer is not None and int(layer[1]) >= self._info.num_layers
 
 
 def _without_target(shard: WeightShard) -> WeightShard:

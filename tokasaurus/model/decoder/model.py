@@ -152,6 +152,10 @@ class Model(nn.Module, ABC):
     def reserve(self, num_tokens: int, num_logit_rows: int) -> None:
         """Allocate the memory that the kernels keep between forwards, for up to num_tokens and num_logit_rows."""
 
+    def reserve_experts(self, num_tokens: int) -> None:
+        """Allocate the memory that experts on the kernels keep between forwards of up to num_tokens. What a forward
+        needs depends on which are chosen, so that none shows the most."""
+
     @property
     def spec(self) -> ModelSpec:
         """Of the whole model."""

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
@@ -13,7 +15,7 @@ from torch import Tensor
 from tokasaurus import __version__
 from tokasaurus.checkpoint import CheckpointError, cache_directory, file_states, weight_files
 from tokasaurus.files import replace_text
-from tokasaurus.messages.status import UserError
+from tokasaurus.messages.status import UserError, describe_error
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.block_lists import as_in_steps
 from tokasaurus.model.attention.row_split import attends_over
@@ -33,6 +35,11 @@ from tokasaurus.model.worker.self_check import (
     perturbed_rows,
 )
 from tokasaurus.model.worker.start import Start
+from tokasaurus.monitoring.available_memory import available_memory
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _VERSION = 3
 """Part of the name of a kept result: increase it when a class is computed otherwise."""
@@ -52,7 +59,8 @@ def check_class(start: Start) -> str:
     if checks.all_agree(path is not None and path.is_file() and not checks.is_thorough):
         return "right, as an earlier start has measured"
     places = model, start.backend, start.shape, start.limits.context_length
-    wrong = checks.describe_wrong(_FEATURE, lambda: measure_class(*places, _undivided(start)))
+    undivided = _tried(lambda: _undivided(start))
+    wrong = checks.describe_wrong(_FEATURE, lambda: measure_class(*places, undivided))
     if not checks.all_agree(wrong is None):
         wrong = wrong or "it fails on another rank"
         raise UserError(f"{start.checkpoint.name} cannot be served by transformers' class: {wrong}")
@@ -84,7 +92,7 @@ def _path_of_result(start: Start) -> Path | None:
 
 def _undivided(start: Start) -> TransformersModel | None:
     """This stage's model on one rank, by plain weights. None on other ranks than the first, and where it is large, or
-    rounded otherwise: quantised parts have blocks of their own."""
+    rounded otherwise: quantised parts have blocks of their own. Raises MemoryError where memory is short."""
     mesh, model, directory = start.mesh, start.model, start.checkpoint.directory
     if mesh.tp_size == 1 or mesh.tp_rank > 0 or start.fill is not None or model.block_types:
         return None
@@ -92,12 +100,26 @@ def _undivided(start: Start) -> TransformersModel | None:
     if sum(file.stat().st_size for file in files) > _MAX_UNDIVIDED_BYTES:
         return None
     whole = TransformersModel(start.info, Mesh(mesh.pp_rank, mesh.pp_size), start.dtype, directory)
+    sizes = [parameter.numel() for parameter in whole.parameters()]
+    num_bytes = max(start.dtype.itemsize, model.activation_dtype.itemsize) * (sum(sizes) + max(sizes))  # one is read
+    free = torch.cuda.mem_get_info(start.device)[0] if start.on_cuda else available_memory().num_bytes // mesh.pp_size
+    if num_bytes > free:
+        raise MemoryError(f"it takes {num_bytes:,} bytes undivided, and {free:,} are available")
     whole.materialize(start.device, start.limits.context_length)
     whole.begin_packing(None)
     whole.activation_dtype = model.activation_dtype
     load_weights(files, whole.weight_shards(), whole.ignores, quantization=start.info.quantization)
     whole.end_packing()
     return whole
+
+
+def _tried(compute: Callable[[], _Result]) -> _Result | None:
+    """None where it raises: it is of the first rank alone, for which the others wait in the model's collectives."""
+    try:
+        return compute()
+    except Exception as error:  # of the class, of files, or for lack of memory
+        logger.warning("the parts of transformers' class are not compared with it: %s", describe_error(error))
+        return None
 
 
 @torch.inference_mode()
@@ -123,10 +145,11 @@ def measure_class(
     if entering is not None and not expected[0].isfinite().any():
         raise ValueError("its layers read more than the hidden states of the layer before")
     if undivided is not None:
+        of_whole = _tried(lambda: [_by_the_class(undivided, token_ids, each) for each in inputs])
         sizes = [part.shape[1] for part in expected]  # the first of all token ids
         expected, perturbed = (
-            [rows[:, :size] for size, rows in zip(sizes, _by_the_class(undivided, token_ids, each), strict=True)]
-            for each in inputs
+            [rows[:, :size] for size, rows in zip(sizes, each, strict=True)]
+            for each in of_whole or (expected, perturbed)
         )
     blocks = [*range(1, 1 + -(-num_tokens // shape.page_size))]
     for name, ends in _CHUNKS.items():

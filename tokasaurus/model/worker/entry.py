@@ -376,6 +376,8 @@ def warm_up_all(start: Start) -> str:
     forward = start.memory.forward_bound
     if forward is not None:
         reserve(forward, start.model, start.limits)
+    else:
+        start.model.reserve_experts(start.limits.max_tokens)
     if start.least(int(forward is not None)):
         show = partial(start.log.show_amount, "forwards")
         start.times = warm_up_small(start.runner, start.limits, start.config.page_size, show)
