@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from tests.checkpoint.helpers.gguf_families import write_family_gguf
 from tests.helpers.tiny_model import LONGROPE, option_config, save_random_model
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
-from tokasaurus.checkpoint import read_model_info, resolve_checkpoint, with_safetensors
+from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint, with_safetensors
 from tokasaurus.checkpoint.families import FAMILIES
+from tokasaurus.checkpoint.gguf.model import num_draft_layers
 from tokasaurus.checkpoint.spec import ModelSpec
 from tokasaurus.model.parallel.mesh import Mesh
 
@@ -119,6 +120,17 @@ def test_layers_and_tensors_are_those_of_the_checkpoint(
     tolerance = 1e-7 if FAMILIES[family].stored.adds_one else 0.0
     for name, tensor in saved.items():
         np.testing.assert_allclose(tensors[name].numpy(), tensor.numpy(), rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("count", [-1, 3, 4, 1.0])
+def test_numbers_of_draft_layers_that_cannot_be_are_refused(count: float) -> None:
+    fields = {"block_count": 3, "nextn_predict_layers": count}
+    with pytest.raises(CheckpointError, match=rf"glm4moe\.nextn_predict_layers is {count}, but there are 3 layers"):
+        num_draft_layers(FAMILIES["glm4_moe"], fields)
+    assert num_draft_layers(FAMILIES["qwen3_moe"], fields) == 0, "whose files have no such layers"
+    assert [num_draft_layers(FAMILIES["glm4_moe"], {**fields, "nextn_predict_layers": each}) for each in range(3)] == [
+        *range(3)
+    ]
 
 
 @pytest.mark.parametrize(("family", "number", "sizes"), WITH_EXPERTS)

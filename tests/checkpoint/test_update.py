@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
-from tests.helpers.tiny_model import save_tiny_model
+from tests.helpers.tiny_model import option_config, save_byte_tokenizer, save_random_model, save_tiny_model
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, RopeInfo, UpdateChecks, resolve_checkpoint
 from tokasaurus.checkpoint.info import EMBEDDING, HEAD
 from tokasaurus.checkpoint.update import APPLIED_WHILE_READING, DECIDED_BY_TENSORS
@@ -105,6 +105,25 @@ def test_an_own_lm_head_is_taken_only_if_the_server_has_one(
         found = refusal(checks, second)
         assert (found == "") == expected, (new, found)
         assert found == "" or HEAD in found or "tie_word_embeddings" in found
+
+
+def test_experts_that_are_stored_in_the_other_way_are_refused_by_that(tmp_path: Path) -> None:
+    """Together or each by itself, as transformers 5 may save both."""
+    own, together = tmp_path / "own", tmp_path / "together"
+    oracle = save_random_model(own, option_config("qwen3_moe", 0))
+    save_byte_tokenizer(own)
+    shutil.copytree(own, together)
+    oracle.save_pretrained(together, save_original_format=False)
+    ways = "tensors of each expert", "tensors of all experts of a layer"
+    for old, new, (of_old, of_new) in ((own, together, ways), (together, own, ways[::-1])):
+        checks = checks_of(old)
+        assert refusal(checks, old) == ""
+        for is_partial in (False, True):
+            found = refusal(checks, new, is_partial=is_partial)
+            assert f"the new weights have {of_new}, but the server's files have {of_old}" in found
+    (together / "config.json").unlink()
+    save_file({"model.norm.weight": torch.ones(64)}, together / NAME, {"format": "pt"})
+    assert refusal(checks_of(own), together, is_partial=True) == ""
 
 
 def test_parts_of_an_update_are_compared_with_the_present_embedding(saved: Path, tmp_path: Path) -> None:

@@ -102,10 +102,11 @@ class ModelInfo:
 
     @property
     def head_layers(self) -> float:
-        """How many layers have as many parameters as the LM head."""
+        """How many layers, of the mean of all, have as much work for a token as the LM head: as many parameters, but of
+        experts those of the chosen ones."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        mlp = self.spec.layers[-1].mlp
-        return self.vocab_size / (attention + mlp.num_outputs + mlp.row_width)
+        in_mlps = sum(layer.mlp.num_outputs + layer.mlp.row_width for layer in self.spec.layers)
+        return self.vocab_size / (attention + in_mlps / self.num_layers)
 
 
 def read_model_info(directory: Path, rope_scaling: Fields | None = None, impl: str = "auto") -> ModelInfo:

@@ -30,7 +30,7 @@ from tokasaurus.checkpoint.tokenizer_files import (
     native_tokenizer,
     with_tokenizer_end,
 )
-from tokasaurus.checkpoint.weight_files import are_equal, file_states, read_tensors, update_files
+from tokasaurus.checkpoint.weight_files import are_equal, file_states, read_tensors, stacks_experts, update_files
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.commands import FileState, UpdateWeights
 
@@ -122,6 +122,7 @@ class UpdateChecks:
         tensors = read_tensors(files, quantization)
         if self._config.quantization is not None and any(each.dtype not in _PLAIN_DTYPES for each in tensors.values()):
             raise CheckpointError(f"quantization={self._config.quantization}: the new weights are quantised already")
+        self._check_experts(tensors)
         self._check_tie(directory, tensors, is_partial, earlier)
         if self._config.tokenizer is None:
             self._check_tokenizer(directory)
@@ -138,6 +139,18 @@ class UpdateChecks:
         info = with_tokenizer_end(info, self._checkpoint.tokenizer_directory)
         if differences := _differences(info, self._checkpoint.info):
             raise CheckpointError(f"{directory}: {'; '.join(differences)}: a server has to be started with such files")
+
+    def _check_experts(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """The workers know a layer's experts by the names of the server's files."""
+        info = self._checkpoint.info
+        together = stacks_experts(info, tensors) if info.is_native else None
+        if together not in (None, info.stacks_experts):
+            ways = "tensors of all experts of a layer", "tensors of each expert"
+            new, own = ways if together else ways[::-1]
+            raise CheckpointError(
+                f"the new weights have {new}, but the server's files have {own}: store them so, or start a server with "
+                "these files"
+            )
 
     def _check_tie(
         self, directory: Path, tensors: dict[str, StoredTensor], is_partial: bool, earlier: Sequence[UpdateWeights]

@@ -10,7 +10,8 @@ Format: https://github.com/huggingface/safetensors#format
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -47,6 +48,7 @@ _TEXT_PREFIXES = {
 }
 """Begin the names of a text model's tensors in checkpoints with a model for images -> without it."""
 
+_OF_AN_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 _CHUNK_BYTES = 1 << 24
 _GGUF_BYTES = 1 << 20
 """Bytes of a GGUF file's beginning that file_states hashes: enough metadata to tell files with the same time apart."""
@@ -262,6 +264,16 @@ def _are_counts(value: object) -> TypeGuard[list[int]]:
     return all(type(each) is int and 0 <= each < 1 << 63 for each in value)
 
 
+def stacks_experts(info: ModelInfo, names: Iterable[str]) -> bool | None:
+    """Whether tensors of these names are of a layer's experts together, as in StoredTensors.stack. None if none are of
+    experts."""
+    stack = FAMILIES[info.family].stored.stack
+    names = list(names)
+    if stack is not None and any(name.endswith((f".{stack.gate_up}", f".{stack.down}")) for name in names):
+        return True
+    return False if any(map(_OF_AN_EXPERT.search, names)) else None
+
+
 def fit_to_tensors(
     info: ModelInfo, files: Sequence[Path], on_phase: Callable[[str], None] = lambda _: None
 ) -> ModelInfo:
@@ -274,9 +286,7 @@ def fit_to_tensors(
     tensors = read_tensors(files, info.quantization)
     if not info.is_native:
         return info
-    stack = FAMILIES[info.family].stored.stack
-    if stack is not None:
-        info = replace(info, stacks_experts=any(name.endswith(f".{stack.gate_up}") for name in tensors))
+    info = replace(info, stacks_experts=bool(stacks_experts(info, tensors)))
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
     if info.tie_embeddings and head is not None:
         if embedding is None:

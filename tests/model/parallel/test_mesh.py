@@ -1,11 +1,13 @@
 """How layers, heads and rows are divided among ranks, against the definitions applied one by one."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from tests.helpers.plain_info import plain_info
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
+from tokasaurus.checkpoint.spec import ExpertsSpec, MLPSpec, RouterSpec
 from tokasaurus.model.parallel.mesh import Mesh
 
 
@@ -64,6 +66,19 @@ def test_no_other_stages_have_a_faster_slowest_one(num_layers: int, pp_size: int
 def test_stages_by_hand(num_layers: int, head: float, pp_size: int, sizes: list[int]) -> None:
     info = model_of(num_layers, round(head * HEAD_OF_ONE_LAYER))
     assert [len(stage) for stage in stages_of(info, pp_size)] == sizes
+
+
+def test_layers_that_differ_count_by_the_mean_of_their_work() -> None:
+    """Of experts, the chosen ones count, and all outputs of the router."""
+    info = model_of(4, 600)
+    first = info.spec.layers[0]
+    with_experts = replace(first, mlp=ExpertsSpec(RouterSpec(20, 2), MLPSpec(40)))
+    small = replace(first, mlp=MLPSpec(1))
+    layers = (first, with_experts, with_experts, small)
+    attention = 2 * 12 * 16 + 2 * 4 * 16
+    parameters = [attention + 3 * 90, *[attention + 20 + 2 * 3 * 40] * 2, attention + 3]
+    found = replace(info, spec=replace(info.spec, layers=layers)).head_layers
+    assert found == pytest.approx(600 / (sum(parameters) / 4))
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -187,9 +187,16 @@ def _needed(family: Family) -> tuple[str, ...]:
 
 
 def num_draft_layers(family: Family, fields: Mapping[str, Any]) -> int:
-    """How many of the last layers draft tokens, and are not read."""
+    """How many of the last layers draft tokens, and are not read. fields: as of family_of; block_count is a number.
+
+    Raises CheckpointError."""
     value = fields.get("nextn_predict_layers", 0) if family.stored.has_draft_layers else 0
-    return value if type(value) is int else 0
+    count = fields["block_count"]
+    if type(value) is not int or (value != 0 and not 0 < value < count):
+        assert family.gguf is not None
+        key = f"{family.gguf.architecture}.nextn_predict_layers"
+        raise CheckpointError(f"{key} is {value}, but there are {count} layers, and not all may draft tokens")
+    return value
 
 
 def _beginnings(num_layers: int, num_drafting: int) -> tuple[str, ...]:

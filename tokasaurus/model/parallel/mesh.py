@@ -88,7 +88,7 @@ class Mesh:
     def stage_layers(self, info: ModelInfo) -> range:
         """Indices of the layers this stage runs: consecutive, so many that the slowest stage is as fast as possible.
 
-        The LM head counts by its parameters, as so many layers of the last stage. The other stages' numbers of layers
+        The LM head counts by its work, as so many layers of the last stage. The other stages' numbers of layers
         differ by at most one; the first ones have more. Raises ValueError if there are fewer layers than stages.
         """
         num_layers, num_others = info.num_layers, self.pp_size - 1
