@@ -133,6 +133,30 @@ def test_numbers_of_draft_layers_that_cannot_be_are_refused(count: float) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("family", "computed"),
+    [("glm4_moe", 2), ("dots1", 2), ("minimax_m2", 2), ("qwen3_moe", 1), ("mixtral", 1), ("gpt_oss", 3)],
+)
+def test_experts_chosen_by_another_function_are_refused(
+    family: str, computed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp's numbers: 1 softmax, 2 sigmoid, 3 softmax of the chosen ones."""
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    (number, sizes), *_ = ((number, sizes) for name, number, sizes in WITH_EXPERTS if name == family)
+    model = save_random_model(tmp_path / "saved", option_config(family, number, tied=True, **sizes))
+    path = tmp_path / "model.gguf"
+    for gating in (1, 2, 3):
+        write_family_gguf(path, model, gating=gating)
+        if gating == computed:
+            assert in_float32(resolve_checkpoint(str(path)).info.spec) == in_float32(
+                read_model_info(tmp_path / "saved").spec
+            )
+            continue
+        with pytest.raises(CheckpointError, match=rf"\.expert_gating_func = {gating} is not supported$") as caught:
+            resolve_checkpoint(str(path))
+        assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("family", "number", "sizes"), WITH_EXPERTS)
 def test_families_with_experts_compute_what_transformers_does(
     family: str, number: int, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -135,7 +135,7 @@ class RouterSpec:
     min_sum: float = 0.0
     """What they are at least divided by."""
     scale: float = 1.0
-    """Of weights, at last."""
+    """Factor of weights, applied last."""
     jitter: float = 0.0
     """Half of the relative distance at which "sparsemixer" leaves outputs out."""
 

@@ -33,10 +33,14 @@ _ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 
 def write_family_gguf(
-    path: Path, model: PreTrainedModel, fuses_heads: bool = False, of_experts: GGMLQuantizationType | None = None
+    path: Path,
+    model: PreTrainedModel,
+    fuses_heads: bool = False,
+    of_experts: GGMLQuantizationType | None = None,
+    gating: int | None = None,
 ) -> None:
     """In float32, with a tokenizer of a few tokens. fuses_heads: queries, keys and values are one tensor. of_experts:
-    type of the matrices of experts."""
+    type of the matrices of experts. gating: expert_gating_func; None: as llama.cpp's conversion writes it."""
     config = model.config
     family, num_layers = config.model_type, config.num_hidden_layers
     architecture = _ARCHITECTURES.get(family) or MODEL_ARCH[family.upper()]
@@ -44,7 +48,7 @@ def write_family_gguf(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     _add_sizes(writer, config, head_dim)
     _add_options(writer, config)
-    _add_expert_sizes(writer, config)
+    _add_expert_sizes(writer, config, gating)
     _add_rotary(writer, config, head_dim)
     for key, value in byte_tokenizer().items():
         if isinstance(value, str):
@@ -116,7 +120,7 @@ def _of_experts(name: str, stored: NDArray[np.float32], config: Any) -> dict[str
     return {f"ffn_gate_exps.{own}": gate, f"ffn_up_exps.{own}": up}
 
 
-def _add_expert_sizes(writer: GGUFWriter, config: Any) -> None:
+def _add_expert_sizes(writer: GGUFWriter, config: Any, gating: int | None) -> None:
     def first(*names: str) -> Any:
         value = next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
         return value[0] if isinstance(value, list) else value
@@ -135,8 +139,10 @@ def _add_expert_sizes(writer: GGUFWriter, config: Any) -> None:
         writer.add_leading_dense_block_count(first("first_k_dense_replace", "moe_layer_start_index"))
     if family == "ernie4_5_moe":
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
-    if family in ("glm4_moe", "dots1", "minimax_m2"):
-        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if gating is None and family in ("glm4_moe", "dots1", "minimax_m2"):
+        gating = ExpertGatingFuncType.SIGMOID.value
+    if gating is not None:
+        writer.add_uint32(f"{writer.arch}.expert_gating_func", gating)
     if family in ("glm4_moe", "dots1"):
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)

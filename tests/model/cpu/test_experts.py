@@ -12,7 +12,8 @@ from torch.nn import functional
 from tests.model.helpers.linear_layers import assert_close, make_norm, random_rows
 from tests.model.helpers.quantized_rows import block_size, random_block_rows
 from tokasaurus.checkpoint.spec import GateLimits, RouterSpec
-from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts, PackedRouter
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu.experts import MAX_ROWS, ExpertWeights, PackedExperts, PackedRouter
 from tokasaurus.model.cpu.layer_executor import BlockWeight, LayerKernels, PackedWeights
 
 NUM_EXPERTS = 5
@@ -182,13 +183,17 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("router", ROUTERS)
-def test_layers_equal_the_plain_formula(kernels: LayerKernels, router: str, dtype: torch.dtype) -> None:
+def layer_of(kernels: LayerKernels, router: str, dtype: torch.dtype) -> Layer:
     options = dict(ROUTERS[router])
     if options.get("choice_bias"):
         options["choice_bias"] = torch.randn(9, generator=torch.Generator().manual_seed(5))
-    layer = Layer(kernels, 9, dtype, **options)
+    return Layer(kernels, 9, dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_layers_equal_the_plain_formula(kernels: LayerKernels, router: str, dtype: torch.dtype) -> None:
+    layer = layer_of(kernels, router, dtype)
     for num_rows in (1, 2, 77):
         x = random_rows(num_rows, layer.size, layer.dtype)
         assert_close(layer.packed.routed(x), layer.expected(x))
@@ -216,23 +221,57 @@ def test_a_norm_comes_first(kernels: LayerKernels) -> None:
         assert_close(layer.packed.routed(x, norm.packed), layer.expected(normed))
 
 
+def test_the_kernels_compute_as_many_rows_at_a_time_as_memory_is_counted_for() -> None:
+    loaded = load_kernels()
+    assert loaded is not None
+    assert loaded.max_expert_rows == MAX_ROWS
+
+
+ROWS = (0, 1, 500, 909, 910, 911, 999)
+
+
 def test_a_token_does_not_depend_on_the_others(kernels: LayerKernels) -> None:
     """Nor on which others are computed at a time: with 9 experts chosen, 910 tokens are."""
     layer = Layer(kernels, 9, torch.bfloat16, num_chosen=9, shared=34)
     layer.packed.reserve(2000, 9)
     x = random_rows(1000, layer.size, layer.dtype)
     together = layer.packed.routed(x)
-    for row in (0, 1, 500, 909, 910, 911, 999):
+    for row in ROWS:
         assert torch.equal(together[row : row + 1], layer.packed.routed(x[row : row + 1]))
 
 
-def test_rows_that_are_not_finite_stay_so_alone(kernels: LayerKernels) -> None:
-    for scores in ("softmax", "softmax_of_chosen", "sigmoid", "sparsemixer"):
-        layer = Layer(kernels, 9, torch.float32, scores=scores)
-        x = random_rows(5, layer.size, torch.float32)
-        whole = layer.packed.routed(x)
-        x[2, 7] = float("nan")
-        found = layer.packed.routed(x)
-        assert not found[2].isfinite().any()
-        others = [0, 1, 3, 4]
-        assert torch.equal(found[others], whole[others])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_with_quantised_weights_a_token_depends_on_the_others_by_rounding_alone(
+    kernels: LayerKernels, is_int8: bool, dtype: torch.dtype
+) -> None:
+    """Of sums that are rounded to bfloat16: few rows of an expert are multiplied in another way than many."""
+    torch.manual_seed(0)
+
+    def weights(num_rows: int, in_size: int) -> list[BlockWeight]:
+        rows = [random_block_rows("Q4_K", num_rows, in_size // block_size("Q4_K")) for _ in range(9)]
+        return [BlockWeight(in_size, dtype, (each,), is_int8) for each in rows]
+
+    gate_up, down = ExpertWeights(kernels, weights(512, 256), True, "silu"), ExpertWeights(kernels, weights(256, 256))
+    router = PackedWeights(kernels, torch.randn(9, 256), None)
+    experts = PackedExperts(gate_up, down, PackedRouter(RouterSpec(9, 3), router))
+    x = random_rows(1000, 256, down.packed[0].activation_dtype)
+    together = experts.routed(x)
+    for row in ROWS:
+        found, alone = together[row], experts.routed(x[row : row + 1])[0]
+        if dtype == torch.float32 or is_int8:
+            assert torch.equal(found, alone)
+        else:
+            assert (found - alone).norm() <= 2**-7 * alone.norm()
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_rows_that_are_not_finite_stay_so_alone(kernels: LayerKernels, router: str) -> None:
+    layer = layer_of(kernels, router, torch.float32)
+    x = random_rows(5, layer.size, torch.float32)
+    whole = layer.packed.routed(x)
+    x[2, 7] = float("nan")
+    found = layer.packed.routed(x)
+    assert found[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert torch.equal(found[others], whole[others])

@@ -1,7 +1,7 @@
 """Measure the memory of a checkpoint's largest forwards, on Linux.
 
-`python -m tests.model.helpers.largest_forward DIRECTORY DTYPE [int8]` prints JSON: the bytes reserved for these
-forwards, and by how many bytes they raise the peak memory of this process.
+`python -m tests.model.helpers.largest_forward DIRECTORY DTYPE [int8 | quantised]` prints JSON: the bytes reserved for
+these forwards, and by how many bytes they raise the peak memory of this process. quantised: weights alone are.
 """
 
 import json
@@ -38,16 +38,17 @@ NUM_THREADS = 2
 NUM_TOP = 20
 
 
-def main(directory: Path, dtype: torch.dtype, is_int8: bool) -> None:
+def main(directory: Path, dtype: torch.dtype, is_int8: bool, has_blocks: bool) -> None:
     torch.set_num_threads(NUM_THREADS)
     info = read_model_info(directory)
     limits = ForwardLimits(max_tokens=4096, max_seqs=512, context_length=2048, vocab_size=info.vocab_size)
     model = build_decoder(info, Mesh(), dtype)
     model.materialize(CPU, limits.context_length)
     load_weights(weight_files(directory), model.weight_shards(), model.ignores, lambda _: None)
-    model.pack(load_kernels(), packing=Packing("int8", is_int8=True) if is_int8 else PLAIN)
+    model.pack(load_kernels(), packing=Packing("int8", is_int8) if has_blocks else PLAIN)
     runner = make_runner(model, info, "cpu", PAGE_SIZE, num_blocks=600, num_slots=limits.max_seqs, dtype=dtype)
-    memory = largest_forward(info, limits, PAGE_SIZE, model.activation_dtype.itemsize, NUM_THREADS, NUM_TOP, is_int8)
+    sizes = PAGE_SIZE, model.activation_dtype.itemsize, NUM_THREADS, NUM_TOP
+    memory = largest_forward(info, limits, *sizes, is_int8, has_blocks)
     warm_up_small(runner, limits, PAGE_SIZE)  # loads the code that the measured forwards run
     before = reset_peak()
     reserve(memory, model, limits)
@@ -72,4 +73,4 @@ def largest_steps(limits: ForwardLimits) -> list[ForwardInput]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), getattr(torch, sys.argv[2]), is_int8="int8" in sys.argv[3:])
+    main(Path(sys.argv[1]), getattr(torch, sys.argv[2]), *("int8" in sys.argv[3:], len(sys.argv) > 3))

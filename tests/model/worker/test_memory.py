@@ -166,13 +166,18 @@ def test_a_cgroup_over_its_limit_makes_nothing_available(tmp_path: Path) -> None
 @few(
     2,
     ("family", "dtype"),
-    [("llama", "float32"), ("gemma3_text", "float32"), ("llama", "bfloat16"), ("llama", "float32 int8")],
+    [
+        *(("llama", "float32"), ("gemma3_text", "float32"), ("llama", "bfloat16"), ("llama", "float32 int8")),
+        *(("qwen3_moe", "bfloat16"), ("qwen3_moe", "bfloat16 quantised")),
+    ],
 )
 def test_the_largest_forwards_use_more_than_half_of_the_reserved_memory_and_no_more_than_all(
     family: str, dtype: str, tmp_path: Path
 ) -> None:
+    experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
     config = AutoConfig.for_model(
         family,
+        **(experts if family == "qwen3_moe" else {}),
         head_dim=32,
         vocab_size=32_000,
         hidden_size=256,

@@ -211,8 +211,10 @@ _QWEN = ("mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size", "nor
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _SAME_WIDTH = ("expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_shared_count")
 """Keys of GGUF files, of experts as wide as an MLP and one that is shared."""
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = ({"expert_gating_func": number} for number in (1, 2, 3))
+"""Key of GGUF files: llama.cpp's number of what is made of the router's logits."""
 _COUNTS = ("num_experts", "num_local_experts")
-_SIGMOID = (
+_DEEPSEEK = (
     *("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size", "n_group"),
     *("topk_group", "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "attention_bias"),
 )
@@ -238,7 +240,7 @@ FAMILIES = {
             },
             stack=_FUSED,
         ),
-        gguf=GGUFFiles("qwen2moe", fields={"norm_topk_prob": False}),
+        gguf=GGUFFiles("qwen2moe", fields={"norm_topk_prob": False}, required=_SOFTMAX),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -250,7 +252,7 @@ FAMILIES = {
             "sliding_window": 4096,
         },
         stored=StoredTensors(stack=_FUSED),
-        gguf=GGUFFiles("qwen3moe", fields={"norm_topk_prob": True}),
+        gguf=GGUFFiles("qwen3moe", fields={"norm_topk_prob": True}, required=_SOFTMAX),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -260,7 +262,7 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
         stored=StoredTensors(_MIXTRAL),
         is_kv_heads_optional=True,
-        gguf=GGUFFiles("llama", needed=("expert_count",), is_permuted=True),
+        gguf=GGUFFiles("llama", needed=("expert_count",), is_permuted=True, required=_SOFTMAX),
     ),
     "phimoe": Family(
         "PhimoeForCausalLM",
@@ -282,7 +284,7 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
         stored=StoredTensors(stack=_FUSED),
         is_kv_heads_optional=True,
-        gguf=GGUFFiles("olmoe", fields={"norm_topk_prob": False}),
+        gguf=GGUFFiles("olmoe", fields={"norm_topk_prob": False}, required=_SOFTMAX),
     ),
     "granitemoe": Family(
         "GraniteMoeForCausalLM",
@@ -315,7 +317,7 @@ FAMILIES = {
             {**_SHARED, "mlp.choice": "mlp.moe_statics"}, is_interleaved=True, has_choice_bias_row=True, stack=_FUSED
         ),
         is_kv_heads_optional=True,
-        gguf=GGUFFiles("ernie4_5-moe", ignored=("expert_shared_feed_forward_length",)),
+        gguf=GGUFFiles("ernie4_5-moe", ignored=("expert_shared_feed_forward_length",), required=_SOFTMAX),
     ),
     "hunyuan_v1_moe": Family(
         "HunYuanMoEV1ForCausalLM",
@@ -335,12 +337,12 @@ FAMILIES = {
             stack=_FUSED,
         ),
         is_kv_heads_optional=True,
-        gguf=GGUFFiles("hunyuan-moe", ignored=_SAME_WIDTH),
+        gguf=GGUFFiles("hunyuan-moe", ignored=_SAME_WIDTH, required=_SOFTMAX),
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         _glm4_moe,
-        applied=(*_SIGMOID, "use_qk_norm"),
+        applied=(*_DEEPSEEK, "use_qk_norm"),
         refused=("num_local_experts",),
         without_effect=(*_LOSSES, "num_mtp_layers", "num_nextn_predict_layers"),
         defaults={
@@ -350,12 +352,12 @@ FAMILIES = {
         },
         stored=StoredTensors({**_SHARED, "mlp.choice": "mlp.gate"}, stack=_FUSED, has_draft_layers=True),
         has_partial_rotary=True,
-        gguf=GGUFFiles("glm4moe", modules=_POST_NORM, ignored=("expert_gating_func",)),
+        gguf=GGUFFiles("glm4moe", modules=_POST_NORM, required=_SIGMOID),
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
         _dots1,
-        applied=(*_SIGMOID, "sliding_window", "max_window_layers"),
+        applied=(*_DEEPSEEK, "sliding_window", "max_window_layers"),
         refused=("num_local_experts",),
         without_effect=_LOSSES,
         defaults={
@@ -364,7 +366,7 @@ FAMILIES = {
         },
         stored=StoredTensors({**_SHARED, "mlp.choice": "mlp.gate"}, stack=_FUSED),
         is_kv_heads_optional=True,
-        gguf=GGUFFiles("dots1", ignored=("expert_gating_func",)),
+        gguf=GGUFFiles("dots1", required=_SIGMOID),
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
@@ -374,7 +376,7 @@ FAMILIES = {
         defaults={"head_dim": 128, "rope_theta": 5e6, "num_local_experts": 256, "num_experts_per_tok": 8},
         stored=StoredTensors(_MIXTRAL),
         has_partial_rotary=True,
-        gguf=GGUFFiles("minimax-m2", ignored=("expert_gating_func", "expert_feed_forward_length")),
+        gguf=GGUFFiles("minimax-m2", ignored=("expert_feed_forward_length",), required=_SIGMOID),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -400,6 +402,7 @@ FAMILIES = {
             modules={**_POST_NORM, "attn_sinks": "self_attn"},
             fields={"truncate": False},
             ignored=("expert_feed_forward_length",),
+            required=_SOFTMAX_OF_CHOSEN,
         ),
     ),
 }

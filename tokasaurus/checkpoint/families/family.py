@@ -108,6 +108,8 @@ class GGUFFiles:
     """Of config.json, where the metadata lack a key."""
     ignored: tuple[str, ...] = ()
     """Keys of the metadata whose value the family always has."""
+    required: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the metadata -> their only value that the family computes, if a file has them."""
 
 
 class Settings:

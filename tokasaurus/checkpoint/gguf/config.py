@@ -211,6 +211,8 @@ def _by_family(architecture: str, family: Family, fields: Mapping[str, Any]) -> 
     for key, value in fields.items():
         if isinstance(value, list) and key != "attention.sliding_window_pattern":
             raise CheckpointError(f"{architecture}.{key} differs by layer, which is not supported")
+        if value == family.gguf.required.get(key):
+            continue
         target = next((field for field in _BY_FAMILY.get(key, ()) if field in applied), None)
         if target is not None:
             is_off = key in _OFF and value == _OFF[key]

@@ -257,12 +257,19 @@ class Kernels:
         self.path = path
         self._library = ctypes.CDLL(str(path))
         check_struct_sizes(self._library, STRUCTS)
-        constants = ("toka_max_head_dim", "toka_max_group", "toka_panel_size", "toka_has_bfloat16_arithmetic")
+        constants = (
+            "toka_max_head_dim",
+            "toka_max_group",
+            "toka_panel_size",
+            "toka_max_expert_rows",
+            "toka_has_bfloat16_arithmetic",
+        )
         for name in constants:
             getattr(self._library, name).restype = ctypes.c_int64
         self.max_head_dim: int = self._library.toka_max_head_dim()
         self.max_group: int = self._library.toka_max_group()
         self.panel_size: int = self._library.toka_panel_size()
+        self.max_expert_rows: int = self._library.toka_max_expert_rows()
         self.has_bfloat16_arithmetic = bool(self._library.toka_has_bfloat16_arithmetic())
         self._phase_seconds = (ctypes.c_double * len(FORWARD_PHASES))()
         self.set_num_threads(torch.get_num_threads())

@@ -13,7 +13,7 @@ from tokasaurus.model.cpu.bindings import ROUTER_SCORES, ExpertsStruct, PackedWe
 from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedNorm, PackedWeights
 
 MAX_ROWS = 8192
-"""Rows of experts that the kernels compute at a time: kMaxExpertRows in experts.cpp."""
+"""Rows of experts that the kernels compute at a time, as Kernels.max_expert_rows says too."""
 
 # T tokens, each with K chosen ones of N experts; E hidden size, W width of an expert
 
@@ -91,7 +91,8 @@ class PackedRouter:
 
 class PackedExperts:
     """x [T, E] -> [T, E]: for each token, the sum of its experts' down(activation(gate(x)) * up(x)), each times its
-    weight, in float32, and of a shared expert's. A row's result does not depend on the others."""
+    weight, in float32, and of a shared expert's. A row's result does not depend on the others; with quantised weights
+    whose results are bfloat16, it does by the rounding of sums of float32."""
 
     def __init__(
         self,

@@ -71,6 +71,10 @@ _INT8_BYTES_PER_INPUT = 3.625
 _SUM_BYTES_PER_INPUT = _FLOAT * (1 / 32 + 1 / 64 + 1 / 128)
 """Of group_sums of gemm.cpp: a float32 for groups of each size."""
 
+_IN_PLANES = ((6, 4.375), (2, 10.375))
+"""Rows in planes, with quantised weights: kMaxPlaneRows of gemm.cpp and the bytes of Int8Rows for each input, with
+dot products of integers and with pairs of codes."""
+
 _HOST_INDICES_PER_TOKEN = 24
 _HOST_INDICES_PER_ROW = 64
 """Indices in the arrays that device_batch.py, slot_table.py and sample.py build for a step: generous estimates."""
@@ -455,7 +459,8 @@ def largest_forward(
     )
     # experts.cpp: rows of experts before the first product and after each; of tokens, the normed states, also in
     # float32, the shared expert's activations, and what the router gives.
-    of_experts, widest_rows = 0, num_tokens * max(info.intermediate_size, query_size, info.hidden_size)
+    widest = max(info.intermediate_size, query_size, info.hidden_size)
+    of_experts, widest_rows, in_planes = 0, num_tokens * widest, _planes_bytes(num_tokens, 1, widest)
     for mlp in {layer.mlp for layer in layers}:
         if isinstance(mlp, ExpertsSpec):
             rows = min(num_tokens * mlp.num_rows, MAX_ROWS)
@@ -464,9 +469,10 @@ def largest_forward(
             own += num_tokens * (info.hidden_size + shared_width) * activation_bytes
             own += num_tokens * (info.hidden_size + mlp.router.num_experts + 1) * _FLOAT
             of_experts = max(of_experts, own)
-            widest_rows = max(widest_rows, rows * max(info.hidden_size, mlp.expert.width))
+            widest_input = max(info.hidden_size, mlp.expert.width)
+            widest_rows = max(widest_rows, rows * widest_input)
+            in_planes = max(in_planes, _planes_bytes(rows, mlp.router.num_experts, widest_input))
     panel_bytes = _MAX_PANEL * _FLOAT  # for each input
-    widest = max(info.intermediate_size, query_size, info.hidden_size)
     return ForwardMemory(
         kept={
             "layers": num_tokens * layer_row * activation_bytes,
@@ -475,6 +481,7 @@ def largest_forward(
             "widened weights": num_threads * widest * panel_bytes,
             "quantised activations": int(widest_rows * _INT8_BYTES_PER_INPUT) if is_int8 else 0,
             "sums of groups": int(widest_rows * _SUM_BYTES_PER_INPUT) if has_blocks and not is_int8 else 0,
+            "planes": in_planes if has_blocks and not is_int8 else 0,
             "experts": of_experts,
         },
         passing={
@@ -485,6 +492,11 @@ def largest_forward(
             "batch": host + _OTHER,
         },
     )
+
+
+def _planes_bytes(num_rows: int, num_groups: int, in_size: int) -> int:
+    """What the kernels keep at most for rows in planes, of up to num_rows rows in num_groups groups."""
+    return max(int(min(num_rows, num_groups * most) * in_size * per_input) for most, per_input in _IN_PLANES)
 
 
 def reserve(memory: ForwardMemory, model: Model, limits: ForwardLimits) -> None:

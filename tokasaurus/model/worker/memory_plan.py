@@ -281,9 +281,9 @@ class _Rank:
         info, shape = self.info, self.shape
         query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         attention_row = 2 * info.hidden_size + 2 * (query + 2 * kv) + query
-        # Of experts, a token has several rows, before the products and after.
+        # Of experts, a token has several rows of outputs: as they are, and twice in float32.
         num_rows = max(layer.mlp.num_rows for layer in info.spec.layers)
-        num_hidden = (2 + 3 * num_rows) * info.hidden_size
+        num_hidden = (2 + (1 + 2 * ITEM_BYTES["float32"] // self.sizes.item) * num_rows) * info.hidden_size
         return max(attention_row, num_hidden + 3 * (info.intermediate_size // self.mesh.tp_size))
 
 

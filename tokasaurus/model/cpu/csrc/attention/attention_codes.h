@@ -34,7 +34,8 @@ struct CodedQuery {
     scale = largest / (127 * 256) + ::sum(nothing);
     Ints total{};
     for (int64_t d = 0; d < head_dim; d += kLanes) {
-      const Ints numbers = __builtin_convertvector(round_to_int(load(query + d) * inverse), Ints);
+      const Floats scaled = load(query + d) * inverse;
+      const Ints numbers = __builtin_convertvector(round_to_int(scaled == scaled ? scaled : Floats{}), Ints);
       const Ints above = (numbers + 128) >> 8;
       const Bytes high = __builtin_convertvector(above, Bytes),
                   low = __builtin_convertvector(numbers - above * 256, Bytes);
@@ -92,7 +93,7 @@ struct CodedWeights {
   uint8_t upper[kGroup], lower[kGroup];
   float scale;
 
-  // weights [kGroup], none below 0. scales: of the values.
+  // weights [kGroup], none below 0. scales: of the values; that of a token without weight may be anything, also NaN.
   void set(const float* weights, const bfloat16* scales) {
     Floats numbers[kGroupVectors], largest{};
     for (int j = 0; j < kGroupVectors; ++j) {
@@ -104,7 +105,8 @@ struct CodedWeights {
     const float inverse = most < 1e-30f ? 0 : 1 / scale;
     for (int j = 0; j < kGroupVectors; ++j) {
       typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-      const Ints number = __builtin_convertvector(numbers[j] * inverse + 0.5f, Ints);
+      const Floats scaled = numbers[j] * inverse + 0.5f;
+      const Ints number = __builtin_convertvector(scaled == scaled ? scaled : Floats{}, Ints);
       const Bytes high = __builtin_convertvector(number >> 8, Bytes),
                   low = __builtin_convertvector(number & 255, Bytes);
       std::memcpy(upper + j * kLanes, &high, sizeof high);

@@ -68,15 +68,18 @@ void exclude_groups(const Experts& experts, float* scores) {
     if (is_chosen[i / size] == 0) scores[i] = kExcluded;
 }
 
-// As choose, of kSparseMixer. left [num_experts]: the logits, of which the chosen ones become too small.
+// As choose, of kSparseMixer. left [num_experts]: the logits, of which the chosen ones become too small. NaN is chosen
+// as 0, since it is no larger than what is too small; the weights stay NaN.
 void mix_sparsely(const Experts& experts, const float* logits, float* left, int64_t* chosen, float* weights) {
+  for (int64_t n = 0; n < experts.num_experts; ++n)
+    if (std::isnan(logits[n])) left[n] = 0;
   for (int64_t i = 0; i < experts.num_chosen; ++i) {
     find_largest(left, experts.num_experts, 1, chosen + i);
     const float most = left[chosen[i]];
     float total = 0;
     for (int64_t n = 0; n < experts.num_experts; ++n) {
       const bool is_far = (most - logits[n]) / max(std::fabs(logits[n]), most) > 2 * float(experts.jitter);
-      if (!is_far) total += std::exp(left[n] - most);
+      if (!is_far) total += std::isnan(logits[n]) ? logits[n] : std::exp(left[n] - most);
     }
     weights[i] = 1 / total;
     left[chosen[i]] = -std::numeric_limits<float>::infinity();
@@ -206,7 +209,7 @@ class Part {
     });
   }
 
-  // Fills `starts`, where each expert's rows begin, and `places`, the row of each pair of a row and a choice of its.
+  // Fills `starts`, where each expert's rows begin, and `places`, the row of each pair of a row and one of its choices.
   void sort(const int64_t* chosen) {
     const PhaseTimer timer(kGemms);
     int64_t* const starts = memory_.starts.data();
@@ -293,6 +296,9 @@ template void reserve_experts<float>(const Experts&, int64_t);
 template void reserve_experts<bfloat16>(const Experts&, int64_t);
 
 TOKA_STRUCT_SIZE(Experts)
+
+// Most rows of experts that are computed at a time.
+TOKA_EXPORT int64_t toka_max_expert_rows() { return kMaxExpertRows; }
 
 // x, out [num_rows, in_size], contiguous. norm, chosen: null if there is none; of experts that are given their choices,
 // chosen and weights [num_rows, num_chosen].

@@ -12,7 +12,7 @@ enum RouterScores : int64_t { kSoftmax, kSoftmaxOfChosen, kSigmoid, kSparseMixer
 struct Experts {
   int64_t num_experts, num_chosen;
   const PackedWeights *gate_up, *down;  // [num_experts], of the same sizes and options
-  // The router. Of experts that are given their choices, only the numbers above are read.
+  // The router. Where the choices are given, only the numbers above are read.
   PackedWeights router;      // float32, an output for each expert; with gates_shared, one more
   int64_t scores;            // a RouterScores
   const float* choice_bias;  // [num_experts], added to scores where experts are chosen; or null
@@ -34,8 +34,9 @@ struct Choices {
 
 // Of x [num_rows, in_size], normalized, each row's sum of its experts' outputs, each times its weight, and of the
 // shared expert's -> out [num_rows, in_size], which is not x. Outputs are added in float32, in the order of a row's
-// choices, and rounded once: a row's result does not depend on the others. Of experts with the same score, the first
-// are chosen. given: null if the router chooses.
+// choices, and rounded once: a row's result does not depend on the others. Only with quantised weights whose results
+// are bfloat16 it does, by the rounding of float32 sums: an expert's number of rows decides how it multiplies them. Of
+// experts with the same score, the first are chosen. given: null if the router chooses.
 template <typename Weight>
 void run_experts(const Experts& experts, const Norm& norm, const Activation<Weight>* x, int64_t num_rows,
                  const Choices* given, Activation<Weight>* out);

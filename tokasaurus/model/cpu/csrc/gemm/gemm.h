@@ -71,7 +71,7 @@ extern template void reserve_normed_rows<float>(int64_t, int64_t);
 extern template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 
 // Allocates and touches the memory for num_rows rows of x in integers, or for their sums, if these weights want them.
-// num_groups: which the rows may have.
+// num_groups: most groups that the rows are in.
 void reserve_rows(const PackedWeights& weights, int64_t num_rows, int64_t num_groups = 1);
 
 // At least `size` elements of `memory`, which is kept between calls and grows as needed.
