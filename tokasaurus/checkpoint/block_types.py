@@ -41,9 +41,12 @@ def why_dequantised(type_name: str) -> str:
 
 
 def bytes_of_row(type_name: str, num_inputs: int) -> int:
-    """Bytes of a row in blocks of I4 or I8."""
+    """Bytes of a row in blocks."""
     if type_name == I8:
         return _FLOAT_BYTES + num_inputs
+    if type_name in GGUF_TYPES:
+        kind = GGUF_TYPES[type_name]
+        return num_inputs // kind.block_elements * kind.block_bytes
     group = I4_GROUPS[type_name]
     return num_inputs // group * (2 * _FLOAT_BYTES + group // 2)
 
@@ -88,6 +91,14 @@ def pack_i4_rows(
     numbers = np.stack((scales, mins), axis=2).view(np.uint8)
     both = code_bytes.reshape(*scales.shape, -1)
     return np.concatenate((numbers, both), axis=2).reshape(len(scales), -1)
+
+
+def pack_mxfp4_rows(exponents: NDArray[np.uint8], code_bytes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """exponents [rows, groups], code_bytes [rows, inputs / 2] of adjacent inputs -> blocks of GGUF, [rows, bytes], in
+    whose bytes are inputs half a block apart."""
+    codes = unpack_4_bits(code_bytes.reshape(*exponents.shape, -1))
+    first, second = np.split(codes, 2, axis=2)
+    return np.concatenate((exponents[:, :, None], first | second << 4), axis=2).reshape(len(exponents), -1)
 
 
 def unpack_4_bits(stored: NDArray[np.uint8]) -> NDArray[np.uint8]:

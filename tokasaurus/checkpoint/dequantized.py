@@ -97,7 +97,11 @@ def _parts(tensors: Mapping[str, StoredTensor]) -> Iterator[NDArray[Any]]:
     """The numbers of a safetensors file's tensors, one after another."""
     with closing(QuantizedReader(os.cpu_count() or 1)) as reader:
         for name, tensor in tensors.items():
-            if isinstance(tensor, QuantizedTensor):
+            if isinstance(tensor, QuantizedTensor) and tensor.is_stack:
+                for index in range(tensor.shape[0]):
+                    found = reader.dequantized(name, tensor.matrix(index), slice(None), slice(None))
+                    yield np.ascontiguousarray(found.T)
+            elif isinstance(tensor, QuantizedTensor):
                 for rows in _row_parts(tensor):
                     yield reader.dequantized(name, tensor, rows, slice(None))
             else:

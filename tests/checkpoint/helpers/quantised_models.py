@@ -3,11 +3,16 @@
 import json
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.checkpoint.helpers.quantised_weights import Format, quantise
-from tests.helpers.tiny_model import family_config, save_random_model
+from tests.checkpoint.helpers.quantised_weights import Format, quantise, random_mxfp4
+from tests.helpers.tiny_model import family_config, option_config, save_random_model
+
+_LEFT_PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": _LEFT_PLAIN}
+"""quantization_config of gpt-oss."""
 
 
 def save_quantised_model(
@@ -34,6 +39,28 @@ def save_quantised_model(
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     path.unlink()
     change_quantization(directory, how.config)
+    return model
+
+
+def save_gpt_oss(directory: Path) -> PreTrainedModel:
+    """Writes a checkpoint as OpenAI's, whose experts are MXFP4 and all else bfloat16; returns the model with the
+    weights that it means."""
+    model = save_random_model(
+        directory, option_config("gpt_oss", 0, hidden_size=96, intermediate_size=64, num_local_experts=4)
+    )
+    path = directory / "model.safetensors"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
+    with torch.no_grad():
+        for seed, (name, weight) in enumerate(model.state_dict().items()):
+            if name.endswith(("gate_up_proj", "down_proj")):
+                count, num_inputs, num_outputs = tensors.pop(name).shape
+                stored, meant = random_mxfp4(count, num_outputs, num_inputs, seed)
+                tensors |= {f"{name}_{part}": tensor for part, tensor in stored.items()}
+                weight.copy_(meant)
+            else:
+                weight.copy_(tensors[name])
+    save_file(tensors, path)
+    change_quantization(directory, MXFP4)
     return model
 
 

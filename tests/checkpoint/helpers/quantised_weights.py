@@ -92,6 +92,23 @@ def quantise(weight: Tensor, how: Format, seed: int = 0) -> tuple[dict[str, Tens
     return stored, meant
 
 
+def random_mxfp4(count: int, num_outputs: int, num_inputs: int, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    """Experts of MXFP4 as gpt-oss has them -> the stored tensors by the last part of their names, and the weights that
+    they mean, float32 [experts, in, out]. Source: OCP Microscaling Formats 1.0."""
+    generator = torch.Generator().manual_seed(seed)
+    num_groups = num_inputs // 32
+    blocks = torch.randint(256, (count, num_outputs, num_groups, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(119, 124, (count, num_outputs, num_groups), generator=generator, dtype=torch.uint8)
+    meant = torch.empty(count, num_inputs, num_outputs)
+    for expert, output, at in np.ndindex(count, num_outputs, num_inputs):
+        code = int(blocks[expert, output, at // 32, at % 32 // 2]) >> 4 * (at % 2) & 15
+        is_negative, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+        number = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+        scale = 2.0 ** (int(scales[expert, output, at // 32]) - 127)
+        meant[expert, at, output] = -number * scale if is_negative else number * scale
+    return {"blocks": blocks, "scales": scales}, meant
+
+
 def by_compressed_tensors(stored: dict[str, Tensor], how: Format) -> Tensor:
     """The weight that the library makes of its stored tensors, in float32. It reads no order of inputs."""
     import pytest

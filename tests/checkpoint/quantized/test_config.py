@@ -61,6 +61,7 @@ GROUPED = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": Fa
             {**GPTQ, "format": "gptq_v2", "desc_act": True},
             Quantization(Layout.GPTQ, 4, 128, has_zeros=True, has_order=True),
         ),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": None}, Quantization(Layout.MXFP4, 4, 32)),
         (torchao("Int8WeightOnlyConfig"), Quantization(Layout.TORCHAO, 8, None)),
         (
             torchao("Int8WeightOnlyConfig", {"granularity": per("PerTensor")}),
@@ -126,6 +127,7 @@ def test_each_supported_form_is_read(fields: dict[str, Any], expected: Quantizat
         ({**AWQ, "group_size": -1}, "group_size -1"),
         ({**AWQ, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
         ({**AWQ, "modules_to_not_convert": [[]]}, "modules_to_not_convert"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
         ({**GPTQ, "bits": 2}, "bits 2"),
         ({**GPTQ, "bits": None}, "bits None"),
         ({**GPTQ, "group_size": 48}, "group_size 48"),

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoint.helpers.quantised_models import change_quantization, save_quantised_model
-from tests.checkpoint.helpers.quantised_weights import Format, quantise
+from tests.checkpoint.helpers.quantised_models import MXFP4, change_quantization, save_gpt_oss, save_quantised_model
+from tests.checkpoint.helpers.quantised_weights import Format, quantise, random_mxfp4
 from tests.model.helpers.greedy_decoding import load
 from tokasaurus.checkpoint import CheckpointError
 from tokasaurus.checkpoint.quantized.config import parse_quantization
@@ -102,6 +102,67 @@ def test_damage_of_a_weight_is_one_line(
         read(tmp_path, how, damage(stored))
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("scales"), "its scales is missing"),
+        (put("blocks", lambda blocks: blocks.int()), "its blocks is I32 [2, 8, 2, 16]"),
+        (put("blocks", lambda blocks: blocks[:, :, :, :8]), "its blocks is U8 [2, 8, 2, 8]"),
+        (put("blocks", lambda blocks: blocks.flatten(2)), "its blocks is U8 [2, 8, 32]"),
+        (put("blocks", lambda blocks: blocks[:0]), "its blocks is U8 [0, 8, 2, 16]"),
+        (put("scales", lambda scales: scales[:, 1:]), "its scales is U8 [2, 7, 2], not U8 [2, 8, 2]"),
+        (put("scales", lambda scales: scales.bfloat16()), "its scales is BF16"),
+        *((put("scales", filled(exponent)), "scales that are not finite") for exponent in (253, 254, 255)),
+        (lambda tensors: {**tensors, "": torch.zeros(2, 64, 8)}, "both a and a_blocks"),
+    ],
+)
+def test_damage_of_experts_is_one_line(damage: Callable[[Tensors], Tensors], message: str, tmp_path: Path) -> None:
+    stored, meant = random_mxfp4(2, 8, 64)
+
+    def read_both(tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """As numbers, and as blocks."""
+        path = tmp_path / "model.safetensors"
+        save_file({f"a_{part}".removesuffix("_"): tensor.contiguous() for part, tensor in tensors.items()}, path)
+        every = slice(None)
+        for file in open_files([path], parse_quantization({"quantization_config": MXFP4})):
+            parts = [file.shard_blocks("a", (slice(expert, expert + 1), every, every)) for expert in range(2)]
+            blocks = [part.dequantized().T for part in parts if part is not None]
+            return read_shard(file, "a", (every, every, every)), torch.stack(blocks)
+        raise AssertionError("there is one file")
+
+    for found in (read_both(stored), read_both(put("scales", filled(252))(stored))):
+        assert torch.equal(*found)
+    assert torch.equal(read_both(stored)[0], meant)
+    with pytest.raises(CheckpointError) as raised:
+        read_both(damage(stored))
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_experts_that_do_not_fit_the_model_are_named(tmp_path: Path) -> None:
+    save_gpt_oss(tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.experts.down_proj"
+    tensors = load_file(path)
+    for changed, config, message in (
+        ({f"{name}_blocks": None}, MXFP4, f"has tensor {name}_scales, which this model has no place for"),
+        ({f"{name}_{part}": None for part in ("blocks", "scales")}, MXFP4, f"the checkpoint lacks tensor {name}"),
+        ({f"{name}_scales": None}, MXFP4, f"tensor {name} is quantised: its scales is missing"),
+        ({}, {"quant_method": "fp4"}, "quant_method 'fp4' is not supported"),
+        ({}, Format("awq").config, "lacks tensor model.layers.0.mlp.experts"),
+        (
+            {f"{name}_{part}": tensors[f"{name}_{part}"][:, :-32] for part in ("blocks", "scales")},
+            MXFP4,
+            f"tensor {name} has shape (4, 64, 64), but config.json makes it (4, 64, 96)",
+        ),
+    ):
+        both: dict[str, Tensor | None] = {**tensors, **changed}
+        save_file({each: tensor.contiguous() for each, tensor in both.items() if tensor is not None}, path)
+        change_quantization(tmp_path, config)
+        with pytest.raises(CheckpointError) as raised:
+            load(tmp_path)
+        assert message in str(raised.value)
 
 
 def test_tensors_that_do_not_fit_the_configuration_are_named(tmp_path: Path) -> None:

@@ -10,13 +10,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
-from tests.checkpoint.helpers.quantised_models import change_quantization, save_quantised_model
-from tests.checkpoint.helpers.quantised_weights import Format, by_compressed_tensors, quantise
+from tests.checkpoint.helpers.quantised_models import change_quantization, save_gpt_oss, save_quantised_model
+from tests.checkpoint.helpers.quantised_weights import Format, by_compressed_tensors, quantise, random_mxfp4
 from tests.helpers.examples import few
 from tests.helpers.tiny_model import save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
 from tests.model.helpers.quantized_rows import plain_rows
-from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint, weight_files, with_safetensors
+from tokasaurus.checkpoint import (
+    CheckpointError,
+    read_model_info,
+    resolve_checkpoint,
+    weight_files,
+    with_safetensors,
+)
 from tokasaurus.checkpoint.quantized.config import parse_quantization
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused, PhaseDone
@@ -154,6 +160,60 @@ def test_a_quantised_model_gives_the_tokens_of_the_weights_that_it_means(
     assert dequantised == {"I4_32 in the order of activations" if kind is None else kind: 14}
 
 
+def test_experts_of_mxfp4_give_the_tokens_of_the_weights_that_they_mean(tmp_path: Path) -> None:
+    oracle = save_gpt_oss(tmp_path)
+    assert_equals_oracle(tmp_path, oracle, "torch", seed=3)
+    assert_equals_oracle(tmp_path, oracle, "cpu", seed=4)
+    kept, info = load(tmp_path, packed=True)
+    assert kept.block_types == ["MXFP4"]
+    assert kept.saved_bytes > 0
+    plain, _ = load(tmp_path)
+    dequantised = load_weights(
+        weight_files(tmp_path), plain.weight_shards(), plain.ignores, quantization=info.quantization
+    )
+    assert dequantised == {"MXFP4": 3 * 4 * info.num_layers}
+
+
+def test_ranks_and_stages_have_parts_of_experts_of_mxfp4(tmp_path: Path) -> None:
+    oracle = save_gpt_oss(tmp_path)
+    token_ids = torch.arange(20)
+    logits, _ = run_stages(tmp_path, token_ids, pp_size=2)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, oracle(token_ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+    whole, info = load(tmp_path)
+    ranks = [load(tmp_path, Mesh(tp_rank=rank, tp_size=2))[0] for rank in range(2)]
+    for index, layer in enumerate(whole.decoder_layers()):
+        downs, gate_ups = (
+            [
+                list(rank.decoder_layers())[index].get_submodule(f"mlp.{name}").weight.unflatten(0, (4, -1))
+                for rank in ranks
+            ]
+            for name in ("down", "gate_up")
+        )
+        assert torch.equal(torch.cat(downs, 2).flatten(0, 1), layer.mlp.down.weight)
+        gates, ups = (torch.cat([each.chunk(2, 1)[part] for each in gate_ups], 1) for part in range(2))
+        assert torch.equal(torch.cat((gates, ups), 1).flatten(0, 1), layer.mlp.gate_up.weight)
+    experts = {name: each for name, each in oracle.state_dict().items() if name.endswith(("gate_up_proj", "down_proj"))}
+    every = slice(None)
+    shards = (every, every, every), (slice(1, 3), slice(32, 64), slice(6, 30)), (slice(2, 3), slice(5, 40), every)
+    for file in open_files(weight_files(tmp_path), info.quantization):
+        for name, weight in experts.items():
+            for shard in shards:
+                assert torch.equal(read_shard(file, name, shard), weight[shard])
+            blocks = file.shard_blocks(name, (slice(2, 3), slice(32, 64), slice(6, 30)))
+            assert blocks is not None
+            assert blocks.type == "MXFP4"
+            assert torch.equal(blocks.dequantized(), weight[2, 32:64, 6:30].T)
+            assert file.shard_blocks(name, (slice(2, 3), slice(16, 64), every)) is None, "half a block"
+
+
+def test_transformers_makes_the_same_weights_of_mxfp4() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    stored, meant = random_mxfp4(3, 24, 64)
+    assert torch.equal(convert_moe_packed_tensors(stored["blocks"], stored["scales"], dtype=torch.float32), meant)
+
+
 @pytest.mark.parametrize("how", [Format("awq"), Format("gptq", has_order=True), Format("pack-quantized")], ids=named)
 def test_ranks_and_stages_have_parts_of_the_quantised_model(how: Format, tmp_path: Path) -> None:
     oracle = save_quantised_model(tmp_path, "qwen2", how)
@@ -173,13 +233,14 @@ def test_ranks_and_stages_have_parts_of_the_quantised_model(how: Format, tmp_pat
         assert torch.equal(torch.cat(gates), layer.mlp.gate_up.weight.chunk(2)[0])
 
 
-@pytest.mark.parametrize("how", [Format("awq"), Format("pack-quantized", has_order=True)], ids=named)
+@pytest.mark.parametrize("how", [Format("awq"), Format("pack-quantized", has_order=True), None], ids=str)
 def test_the_copy_for_other_programs_has_the_same_weights(
-    how: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: Format | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """None: of gpt-oss."""
     monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
     directory = tmp_path / "model"
-    oracle = save_quantised_model(directory, "qwen3", how)
+    oracle = save_gpt_oss(directory) if how is None else save_quantised_model(directory, "qwen3", how)
     copy = with_safetensors(directory)
     assert copy.parent == tmp_path / "cache" / "converted"
     assert with_safetensors(directory) == with_safetensors(copy) == copy

@@ -33,7 +33,7 @@ _SCALES: dict[str, tuple[int, ...]] = {
     "MXFP4": (),
 }
 """Offsets of a block's float16 scales, by type."""
-_MAX_EXPONENT = 252
+MXFP4_MAX_EXPONENT = 252
 """Of a block of MXFP4, its first byte: with more, numbers would not be finite."""
 BLOCK_TYPES = frozenset(_SCALES)
 """Types whose scales `blocks` checks."""
@@ -80,7 +80,7 @@ class MappedTensors:
             # A float16 with all bits of the exponent is infinite or not a number.
             if ((each[:, :, offset + 1] & 0x7C) == 0x7C).any():
                 raise _not_finite(name)
-        if tensor.dtype == "MXFP4" and (each[:, :, 0] > _MAX_EXPONENT).any():
+        if tensor.dtype == "MXFP4" and (each[:, :, 0] > MXFP4_MAX_EXPONENT).any():
             raise _not_finite(name)
         return stored
 

@@ -1,8 +1,8 @@
 """Reads quantization_config of config.json, and the files of AutoAWQ and AutoGPTQ that came before it.
 
 Which modules are quantised is decided by the stored tensors. Sources: the classes QuantizationConfig and
-QuantizationArgs of compressed-tensors; AwqConfig, GPTQConfig and TorchAoConfig of transformers; QuantizeConfig of
-gptqmodel; config_to_dict, Int8WeightOnlyConfig and Int8DynamicActivationInt8WeightConfig of torchao.
+QuantizationArgs of compressed-tensors; AwqConfig, GPTQConfig, TorchAoConfig and Mxfp4Config of transformers;
+QuantizeConfig of gptqmodel; config_to_dict, Int8WeightOnlyConfig and Int8DynamicActivationInt8WeightConfig of torchao.
 """
 
 from collections.abc import Mapping
@@ -42,6 +42,8 @@ class Layout(Enum):
     """Words [in / codes of a word, out], of adjacent inputs."""
     TORCHAO = "torchao"
     """int8 [out, in], of its Int8Tensor."""
+    MXFP4 = "mxfp4"
+    """Of all experts together, uint8 [experts, out, in / 32, 16]: bytes of two adjacent inputs, low bits first."""
 
     @property
     def has_int8(self) -> bool:
@@ -235,11 +237,16 @@ def _parse_int8_tensor(data: Fields, *, quantizes_activations: bool) -> Quantiza
     )
 
 
+def _parse_mxfp4(fields: Fields) -> Quantization:
+    return _with_ignored(Quantization(Layout.MXFP4, num_bits=4, group_size=32), fields, "modules_to_not_convert")
+
+
 _PARSERS = {
     "compressed-tensors": _parse_compressed,
     "awq": _parse_awq,
     "gptq": _parse_gptq,
     "torchao": _parse_torchao,
+    "mxfp4": _parse_mxfp4,
 }
 
 

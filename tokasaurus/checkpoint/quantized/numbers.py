@@ -20,8 +20,10 @@ from tokasaurus.checkpoint.block_types import (
     ordered,
     pack_i4_rows,
     pack_i8_rows,
+    pack_mxfp4_rows,
     unpack_4_bits,
 )
+from tokasaurus.checkpoint.gguf.blocks import MXFP4_MAX_EXPONENT
 from tokasaurus.checkpoint.json_files import CheckpointError, unreadable
 from tokasaurus.checkpoint.quantized.config import Layout
 from tokasaurus.checkpoint.quantized.tensors import QuantizedTensor
@@ -35,10 +37,16 @@ _WORD_OUTPUTS = 8
 _NO_GROUP = -1
 """Old versions of compressed-tensors store it for every input, where groups are of adjacent ones."""
 _I8_ZERO = 128
+_MXFP4_ZERO = 12
+_MXFP4_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
+_MXFP4_CODES = np.array([_MXFP4_ZERO + sign * twice for sign in (1, -1) for twice in _MXFP4_TWICE], np.uint8)
+"""Of each 4 bits, twice their number as a code. Source: OCP Microscaling Formats 1.0."""
+_MXFP4_HALF_BIAS = 128
+"""What an exponent has more than that of half its block's scale, by which such codes are multiplied."""
 _PART_ELEMENTS = 1 << 18
 """Numbers that a thread dequantises at once, which takes several times their memory."""
 
-_DTYPES: dict[str, Any] = {"I8": np.int8, "I32": np.dtype("<u4"), "I64": np.dtype("<i8")}
+_DTYPES: dict[str, Any] = {"U8": np.uint8, "I8": np.int8, "I32": np.dtype("<u4"), "I64": np.dtype("<i8")}
 _DTYPES |= {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
@@ -87,11 +95,13 @@ class QuantizedReader:
     def blocks(
         self, name: str, tensor: QuantizedTensor, rows: slice, columns: slice
     ) -> tuple[str, NDArray[np.uint8]] | None:
-        """The shard in blocks of integers: their type, and rows, as `block_types` describes them. None if it has no
-        such blocks. Raises CheckpointError as `dequantized`."""
+        """The shard in blocks: their type, and rows, as `block_types` describes them. None if it has no such blocks.
+        Raises CheckpointError as `dequantized`."""
         (first, last, _), (first_row, last_row, _) = columns.indices(tensor.shape[1]), rows.indices(tensor.shape[0])
         group_size, num_bits = tensor.shape[1] // tensor.num_groups, tensor.quantization.num_bits
         scales, zeros = self._scales(name, tensor)[first_row:last_row], self._zeros(tensor)[first_row:last_row]
+        if tensor.quantization.layout is Layout.MXFP4:
+            return self._mxfp4_blocks(tensor, slice(first_row, last_row), slice(first, last))
         largest = 128 if num_bits == 8 else 15
         with np.errstate(over="ignore"):
             is_finite = np.isfinite(scales * np.float32(largest)).all()
@@ -123,6 +133,23 @@ class QuantizedReader:
 
         self._for_parts(compute, len(result), tensor.shape[1])
         return kind, result
+
+    def _mxfp4_blocks(
+        self, tensor: QuantizedTensor, rows: slice, columns: slice
+    ) -> tuple[str, NDArray[np.uint8]] | None:
+        group_size = tensor.shape[1] // tensor.num_groups
+        if columns.start % group_size or columns.stop % group_size:  # a block belongs to two ranks
+            return None
+        groups = slice(columns.start // group_size, columns.stop // group_size)
+        exponents = self._content(tensor.scales)[rows, groups]
+        codes = self._content(tensor.codes)[rows, columns.start // 2 : columns.stop // 2]
+        result = np.empty((len(codes), bytes_of_row("MXFP4", columns.stop - columns.start)), np.uint8)
+
+        def compute(some: slice) -> None:
+            result[some] = pack_mxfp4_rows(exponents[some], codes[some])
+
+        self._for_parts(compute, len(result), tensor.shape[1])
+        return "MXFP4", result
 
     def stored_bytes(self, tensor: StoredTensor) -> NDArray[np.uint8]:
         """The tensor's bytes, which stay in the file until they are used. Raises CheckpointError if it cannot be
@@ -161,6 +188,11 @@ class QuantizedReader:
     def _scales(self, name: str, tensor: QuantizedTensor) -> NDArray[np.float32]:
         """[O, G]."""
         stored = np.atleast_1d(self._content(tensor.scales))
+        if tensor.quantization.layout is Layout.MXFP4:
+            if (stored > MXFP4_MAX_EXPONENT).any():
+                raise CheckpointError(f"tensor {name} has scales that are not finite")
+            halves: NDArray[np.float32] = np.ldexp(np.float32(1), stored.astype(np.int32) - _MXFP4_HALF_BIAS)
+            return halves
         if tensor.scales.dtype == "BF16":
             stored = (stored.astype(np.uint32) << 16).view(np.float32)
         scales = stored.astype(np.float32)
@@ -173,6 +205,8 @@ class QuantizedReader:
     def _zeros(self, tensor: QuantizedTensor) -> NDArray[np.uint8]:
         """[O, G]."""
         quantization, shape = tensor.quantization, (tensor.shape[0], tensor.num_groups)
+        if quantization.layout is Layout.MXFP4:
+            return np.full(shape, _MXFP4_ZERO, np.uint8)
         if tensor.zeros is None:
             return np.full(shape, 1 << (quantization.num_bits - 1), np.uint8)
         stored = self._content(tensor.zeros)
@@ -205,6 +239,9 @@ class QuantizedReader:
     def _codes(self, tensor: QuantizedTensor, first: int, last: int) -> NDArray[np.uint8]:
         """[outputs from first until last, I], from 0 on."""
         stored = self._code_bytes(tensor, first, last)
+        if tensor.quantization.layout is Layout.MXFP4:
+            found: NDArray[np.uint8] = _MXFP4_CODES[unpack_4_bits(stored)]
+            return found
         return (stored if tensor.quantization.num_bits == 8 else unpack_4_bits(stored))[:, : tensor.shape[1]]
 
     def _code_bytes(self, tensor: QuantizedTensor, first: int, last: int) -> NDArray[np.uint8]:
@@ -213,7 +250,7 @@ class QuantizedReader:
         layout, stored = tensor.quantization.layout, self._content(tensor.codes)
         if layout.has_int8:
             return _unsigned(stored[first:last])
-        if layout is Layout.PACKED:
+        if layout in (Layout.PACKED, Layout.MXFP4):
             return _as_bytes(stored[first:last])
         if layout is Layout.GPTQ:
             return _as_bytes(stored[:, first:last].T)

@@ -1,11 +1,11 @@
 """Joins the stored tensors of each quantised weight into one logical tensor, and checks them by the files' headers.
 
 Source of names and shapes: the compressors of compressed-tensors; WQLinear_GEMM of autoawq; QuantLinear of AutoGPTQ and
-gptqmodel; flatten_tensor_state_dict of torchao, by which transformers names the parts of a tensor.
+gptqmodel; flatten_tensor_state_dict of torchao, by which transformers names the parts of a tensor; OpenAI's gpt-oss.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokasaurus.checkpoint.json_files import CheckpointError, unreadable
 from tokasaurus.checkpoint.quantized.config import Layout, Quantization
@@ -14,6 +14,8 @@ from tokasaurus.checkpoint.stored_tensors import StoredTensor
 _EMBEDDING = "model.embed_tokens"
 _SCALE_DTYPES = ("F32", "F16", "BF16")
 _WORD_BITS = 32
+_MXFP4_BYTES = 16
+"""Bytes of a block's codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +24,13 @@ class _Suffixes:
 
     codes: str
     scales: str
-    zeros: str
+    zeros: str | None
     group_indices: str | None
     """The number of the group that each input is in, where groups are not of adjacent inputs."""
     shape: str | None = None
     """The weight's shape, which padding hides."""
+    separator: str = "."
+    """What comes before them."""
 
 
 _SUFFIXES = {
@@ -35,13 +39,15 @@ _SUFFIXES = {
     Layout.AWQ: _Suffixes("qweight", "scales", "qzeros", None),
     Layout.GPTQ: _Suffixes("qweight", "scales", "qzeros", "g_idx"),
     Layout.TORCHAO: _Suffixes("_weight_qdata", "_weight_scale", "_weight_zero_point", None),
+    Layout.MXFP4: _Suffixes("blocks", "scales", None, None, separator="_"),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedTensor(StoredTensor):
-    """A quantised weight [out, in]. `file`, `begin` and `end` tell where its codes lie; `dtype` names the type of its
-    blocks: "I4_128" has codes of 4 bits and a scale for 128 adjacent inputs, "I8" codes of 8 bits and one for all."""
+    """A quantised weight [out, in], or a stack of them, [experts, in, out] as transformers has it. `file`, `begin` and
+    `end` tell where its codes lie; `dtype` names the type of its blocks: "I4_128" has codes of 4 bits and a scale for
+    128 adjacent inputs, "I8" codes of 8 bits and one for all."""
 
     quantization: Quantization
     codes: StoredTensor
@@ -56,6 +62,21 @@ class QuantizedTensor(StoredTensor):
         parts = (self.codes, self.scales, self.zeros, self.group_indices)
         return sum(part.end - part.begin for part in parts if part is not None)
 
+    @property
+    def is_stack(self) -> bool:
+        return len(self.shape) == 3
+
+    def matrix(self, index: int) -> "QuantizedTensor":
+        """One weight of a stack, [out, in]."""
+        count, num_inputs, num_outputs = self.shape
+
+        def part(tensor: StoredTensor) -> StoredTensor:
+            num_bytes = (tensor.end - tensor.begin) // count
+            begin = tensor.begin + index * num_bytes
+            return replace(tensor, shape=(num_outputs, num_bytes // num_outputs), begin=begin, end=begin + num_bytes)
+
+        return replace(self, shape=(num_outputs, num_inputs), codes=part(self.codes), scales=part(self.scales))
+
 
 def join_tensors(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, StoredTensor]:
     """The tensors by name, where each quantised weight is one, named as a plain one would be.
@@ -65,14 +86,14 @@ def join_tensors(tensors: Mapping[str, StoredTensor], quantization: Quantization
     joined: dict[str, StoredTensor] = {}
     parts = set[str]()
     for name, tensor in tensors.items():
-        module, _, suffix = name.rpartition(".")
+        module, separator, suffix = name.rpartition(suffixes.separator)
         is_codes = suffix == suffixes.codes and (quantization.layout is not Layout.INT8 or tensor.dtype == "I8")
         if not is_codes:
             continue
-        named = {part: f"{module}.{part}" for part in _parts(suffixes)}
+        named = {part: f"{module}{separator}{part}" for part in _parts(suffixes)}
         found = {part: tensors[full] for part, full in named.items() if full in tensors}
         parts.update(named.values())
-        weight = f"{module}.weight"
+        weight = module if quantization.layout is Layout.MXFP4 else f"{module}.weight"
         if module == _EMBEDDING or module in quantization.ignored:
             why = (
                 "a quantised embedding is not supported" if module == _EMBEDDING else "config.json says that it is not"
@@ -107,6 +128,8 @@ def _join(quantization: Quantization, suffixes: _Suffixes, found: Mapping[str, S
         is_stored = {suffixes.group_indices: quantization.has_order, suffixes.zeros: quantization.has_zeros}
         if suffix not in found and is_stored.get(suffix, True):
             raise CheckpointError(f"its {suffix} is missing")
+    if quantization.layout is Layout.MXFP4:
+        return _join_stack(quantization, codes, found[suffixes.scales])
     if codes.dtype != ("I8" if quantization.layout.has_int8 else "I32") or len(codes.shape) != 2:
         raise CheckpointError(f"its {suffixes.codes} is {codes.dtype} {list(codes.shape)}")
     num_outputs, num_inputs = _shape(quantization, codes, None if suffixes.shape is None else found[suffixes.shape])
@@ -116,10 +139,10 @@ def _join(quantization: Quantization, suffixes: _Suffixes, found: Mapping[str, S
     if num_inputs % group_size:
         raise CheckpointError(f"its {num_inputs} inputs are not a multiple of the group size {group_size}")
     num_groups = num_inputs // group_size
-    scales, zeros = found[suffixes.scales], found.get(suffixes.zeros)
+    scales, zeros = found[suffixes.scales], None if suffixes.zeros is None else found.get(suffixes.zeros)
     group_indices = None if suffixes.group_indices is None else found.get(suffixes.group_indices)
     _check(suffixes.scales, scales, _SCALE_DTYPES, _scale_shapes(quantization, num_outputs, num_groups))
-    if zeros is not None:
+    if zeros is not None and suffixes.zeros is not None:
         _check(suffixes.zeros, zeros, (codes.dtype,), _zero_shapes(quantization, num_outputs, num_groups))
     if group_indices is not None:
         _check("group indices", group_indices, ("I32", "I64"), ((num_inputs,),))
@@ -131,6 +154,22 @@ def _join(quantization: Quantization, suffixes: _Suffixes, found: Mapping[str, S
         scales=scales,
         zeros=zeros,
         group_indices=group_indices,
+        num_groups=num_groups,
+    )
+
+
+def _join_stack(quantization: Quantization, codes: StoredTensor, scales: StoredTensor) -> QuantizedTensor:
+    if codes.dtype != "U8" or len(codes.shape) != 4 or codes.shape[3] != _MXFP4_BYTES or 0 in codes.shape:
+        raise CheckpointError(f"its blocks is {codes.dtype} {list(codes.shape)}")
+    count, num_outputs, num_groups, _ = codes.shape
+    _check("scales", scales, ("U8",), (codes.shape[:3],))
+    return QuantizedTensor(
+        *(codes.file, "MXFP4", (count, 2 * _MXFP4_BYTES * num_groups, num_outputs), codes.begin, codes.end),
+        quantization=quantization,
+        codes=codes,
+        scales=scales,
+        zeros=None,
+        group_indices=None,
         num_groups=num_groups,
     )
 

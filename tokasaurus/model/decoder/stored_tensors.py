@@ -96,7 +96,6 @@ def _in_stack(
         source=source,
         shape=(layer.mlp.router.num_experts, *shape),
         shard=(slice(expert, expert + 1), *part) if part else (),
-        take_blocks=None,
         order=order,
         is_flattened=is_bias,
         is_stacked=not is_bias,

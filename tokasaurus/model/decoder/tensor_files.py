@@ -56,7 +56,8 @@ class TensorFile(Protocol):
         Raises CheckpointError if a number of a quantised tensor is not finite."""
 
     def shard_blocks(self, name: str, shard: tuple[slice, ...]) -> BlockRows | None:
-        """The shard in blocks that the CPU kernels multiply by; None if it is no such shard.
+        """The shard in blocks that the CPU kernels multiply by; None if it is no such shard. Of experts that are stored
+        together, it is of one.
 
         Raises CheckpointError if a scale of a quantised tensor is not finite."""
 
@@ -125,6 +126,12 @@ class _SafetensorsFile:
 
     def parts(self, name: str, shard: tuple[slice, ...]) -> Iterator[tuple[slice, Tensor]]:
         tensor = self._tensors[name]
+        if isinstance(tensor, QuantizedTensor) and tensor.is_stack:
+            experts, columns, rows = shard
+            for index, expert in enumerate(range(tensor.shape[0])[experts]):
+                found = self._reader.dequantized(name, tensor.matrix(expert), rows, columns)
+                yield slice(index, index + 1), torch.from_numpy(found.T[None])
+            return
         if isinstance(tensor, QuantizedTensor):
             rows, columns = shard
             for indices, some in _row_parts(rows, *tensor.shape):
@@ -138,7 +145,12 @@ class _SafetensorsFile:
         tensor = self._tensors[name]
         if not isinstance(tensor, QuantizedTensor):
             return None
-        rows, columns = shard
+        if tensor.is_stack:
+            experts, columns, rows = shard
+            (expert,) = range(tensor.shape[0])[experts]
+            tensor = tensor.matrix(expert)
+        else:
+            rows, columns = shard
         found = self._reader.blocks(name, tensor, rows, columns)
         return None if found is None else BlockRows(found[0], torch.from_numpy(found[1]))
 
