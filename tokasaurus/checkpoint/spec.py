@@ -127,8 +127,8 @@ class RouterSpec:
     has_choice_bias: bool = False
     """Numbers are added to scores where experts are chosen, but not to weights."""
     num_groups: int = 1
-    """Experts are in so many groups, adjacent ones in one; those of the best groups are chosen, which the sums of their
-    two largest scores decide."""
+    """Groups of adjacent experts. A token's experts are of its best groups: those whose two largest scores have the
+    largest sums."""
     num_chosen_groups: int = 1
     normalizes: bool = False
     """Weights are divided by their sum over a token's experts."""

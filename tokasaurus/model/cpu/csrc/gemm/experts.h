@@ -16,7 +16,8 @@ struct Experts {
   PackedWeights router;      // float32, an output for each expert; with gates_shared, one more
   int64_t scores;            // a RouterScores
   const float* choice_bias;  // [num_experts], added to scores where experts are chosen; or null
-  // Of adjacent experts. Those of the best groups are chosen, which the sums of their two largest scores decide.
+  // Groups of adjacent experts. A row's experts are chosen from its best groups: those whose two largest scores have
+  // the largest sums.
   int64_t num_groups, num_chosen_groups;
   int64_t normalizes;                         // the weights of a row's experts are divided by their sum
   double min_sum;                             // and at least by this
