@@ -59,6 +59,7 @@ RESULT = ForwardOutput(
     NonfiniteTokens(int32(12), int32(13)),
     missed_graphs=True,
     idle_seconds=14.5,
+    experts=np.ones((15, 1, 1), np.uint8),
 )
 
 

@@ -246,6 +246,16 @@ class ModelSpec:
     has_head_bias: bool = False
 
     @property
+    def num_chosen_experts(self) -> int:
+        """Most experts that a layer chooses for a token; 0 if none has experts."""
+        return max(layer.mlp.num_rows for layer in self.layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Most experts of a layer among which a router chooses."""
+        return max(layer.mlp.router.num_experts if isinstance(layer.mlp, ExpertsSpec) else 0 for layer in self.layers)
+
+    @property
     def num_rotary_tables(self) -> int:
         """Tables of cosines and sines: those of `rotary`, and one that rotates nothing if any layer has none."""
         return len(self.rotary) + any(layer.attention.rotary is None for layer in self.layers)

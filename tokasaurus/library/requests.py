@@ -301,7 +301,7 @@ def find_reasoning(text: str) -> str | None:
 OWN_FIELDS = (
     *("model", "prompt", "messages", "tools", "stream", "stream_options"),
     *("logprobs_in_fingerprint", "return_token_ids", "prompt_logprobs", "echo", "best_of", "max_completion_tokens"),
-    "return_tokens_as_token_ids",
+    *("return_tokens_as_token_ids", "return_routed_experts", "routed_experts_prompt_start"),
 )
 
 

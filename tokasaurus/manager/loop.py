@@ -282,6 +282,8 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
         switched_off=tuple(dict.fromkeys(name for one in limits for name in one.switched_off)),
         dtype=limits[0].dtype,
         device=limits[0].device,
+        num_routed_experts=limits[0].num_routed_experts,
+        no_routed_experts=limits[0].no_routed_experts,
     )
 
 

@@ -16,6 +16,11 @@ values to the cache. prefix_attention: attention over shared prefixes. attention
 sampling and prompt logprobs."""
 
 
+RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
+"""The experts that routers chose for tokens, [tokens, layers, K]; of layers without experts, zeros. uint8 if there are
+at most 256 experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
     """G prefix groups: attention over a group's shared prefix is computed once for all its rows.
@@ -102,6 +107,8 @@ class SlotOpens:
     logprobs_as_sampled: NDArray[np.bool_] | None = None
     """bool [O], whether the slot's logprobs are of the distribution that its tokens are drawn from, instead of the
     model's own; None if this holds for no opened slot."""
+    want_experts: NDArray[np.bool_] | None = None
+    """bool [O], whether ForwardOutput.experts has the slot's tokens; None if for no opened slot."""
     first_writes: NDArray[np.int32] | None = None
     """int32 [O], first position whose KV is written. Earlier positions already have KV and are computed again only for
     their logits. None if equal to first_positions for all."""
@@ -240,10 +247,12 @@ class ForwardOutput:
     """Whether this decode step was larger than all CUDA graphs that are recorded."""
     idle_seconds: float = 0.0
     """Time from the end of the step before this one until this one began, on the device's clock; 0 for the first."""
+    experts: RoutedExperts | None = None
+    """[A, layers, K], of the step's A tokens in slots that want experts, in order; None if there are none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         parts = (self.logprobs, self.forward_seconds, self.num_recompiles, self.phase_seconds, self.top)
-        rest = (self.prompt_logprobs, self.nonfinite, self.missed_graphs, self.idle_seconds)
+        rest = (self.prompt_logprobs, self.nonfinite, self.missed_graphs, self.idle_seconds, self.experts)
         return _forward_output, (self.step_id, _int32_bytes(self.token_ids), *parts, *rest)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.messages.commands import FIRST_VERSIONS, CommandDone, WeightVersions
+from tokasaurus.messages.forward import RoutedExperts
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import EngineStats, StepCost
 
@@ -98,6 +99,9 @@ class GenerateRequest:
     """Distribution of the logprobs and top-k logprobs of sampled tokens."""
     want_prompt_logprobs: bool = False
     """Return PromptLogprobs."""
+    want_experts: bool = False
+    """Return the experts of all tokens but a sequence's last, which is no input of the model. KV is shared only with
+    requests that want them, too, so that they are known of cached tokens."""
     num_top_prompt_logprobs: int = 0
     """Top-k logprobs returned at each prompt position."""
     grammar: str = ""
@@ -220,6 +224,9 @@ class SequenceDelta:
     """Weight versions of the sequence's tokens; complete only on the last delta."""
     times: SequenceTimes | None = None
     """Times of the sequence, on the last delta; None if no manager had the sequence."""
+    experts: RoutedExperts | None = None
+    """[P + G - 1, layers, K], of P prompt tokens and all G sampled tokens but the last. On the last delta if wanted,
+    None if the sequence has ended before its prompt was computed."""
 
     def __reduce__(self) -> tuple[type["SequenceDelta"], tuple[object, ...]]:
         """Pickle by positional arguments, as GenerateRequest does: otherwise writing takes nine times as long, reading

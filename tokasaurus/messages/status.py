@@ -114,6 +114,11 @@ class EngineLimits:
     """dtype of the weights in memory, such as bfloat16."""
     device: str = ""
     """cpu or cuda."""
+    num_routed_experts: int = 0
+    """Experts that routers choose for a token in all layers together, as far as requests may ask for them; 0: they may
+    not."""
+    no_routed_experts: str = "the model has no experts"
+    """Why requests may not ask for them, for the user."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class Endpoint(Generic[Body]):
             answer = self.build(prepared, results, state.model)
             if isinstance(answer, Answer):
                 return answer
-            return Answer(write_answer(answer, results if state.model.rl else None), answer.usage)
+            return Answer(write_answer(answer, results, state.model.rl, prepared.experts_from), answer.usage)
 
         return await state.text_threads.run_short(size, write)
 

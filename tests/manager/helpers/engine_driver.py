@@ -239,6 +239,7 @@ class EngineDriver:
         assert not state.unfinished
         assert not state.has_uncounted
         assert state.slots.num_with_stops == state.slots.num_with_stop_tokens == state.slots.num_with_grammars == 0
+        assert state.slots.num_with_experts == 0
         assert not state.slots.has_grammar.any()
         assert not state.slots.awaits_matcher.any()
         assert (state.slots.stop_token_ids == -1).all()

@@ -26,7 +26,7 @@ from tokasaurus.server.served_model import ServedModel
 
 RESPONSES = "/v1/responses"
 ROUTES = {"chat": CHAT, "completions": COMPLETIONS}
-WITHOUT_PLACE = {"prompt_logprobs", "return_token_ids", "echo"}
+WITHOUT_PLACE = {"prompt_logprobs", "return_token_ids", "echo", "return_routed_experts", "routed_experts_prompt_start"}
 """Fields of chat whose results have no place in the answer of /v1/responses."""
 OTHER = "no value of any field"
 """A value that no field of the table accepts, whose other values are refused."""

@@ -331,7 +331,7 @@ def test_fields_of_sampling_mean_what_they_mean_in_chat(server: LiveServer) -> N
 
 # Fields of chat that have another name or form here, or no place in the answer.
 ELSEWHERE = {"n", "best_of", "max_tokens", "response_format", "return_token_ids", "prompt_logprobs", "metadata"}
-ELSEWHERE |= {"stop", "echo"}
+ELSEWHERE |= {"stop", "echo", "return_routed_experts", "routed_experts_prompt_start"}
 
 
 def test_fields_of_other_servers_are_those_of_chat(shared_server: LiveServer) -> None:

@@ -551,6 +551,7 @@ def test_lines_of_bulk_requests_and_batches_have_the_live_answers(served_model: 
 
 # Fields of chat that have another name here, or no place in the answer.
 ELSEWHERE = {"n", "best_of", "max_tokens", "response_format", "return_token_ids", "prompt_logprobs", "echo"}
+ELSEWHERE |= {"return_routed_experts", "routed_experts_prompt_start"}
 SHARED = {name: field for name, field in KNOWN_FIELDS.items() if "chat" in field.endpoints and name not in ELSEWHERE}
 
 

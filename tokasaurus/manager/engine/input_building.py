@@ -97,6 +97,7 @@ def start_step(
             features=step_features(message.num_tokens, num_kv_tokens, len(decode)),
             follows_work=bool(state.steps_in_flight) or state.has_had_work,
             trial=trial,
+            expert_tokens=_expert_tokens(state, message) if state.slots.num_with_experts else None,
             begins=[sequence for sequence in map(state.slots.sequence, done) if not sequence.first_token_s],
         )
     )
@@ -273,6 +274,20 @@ def _build_logprob_chunks(
     return [chunk for chunk in logprob_chunks if len(chunk.kv_indices)]
 
 
+def _expert_tokens(state: EngineState, step: ForwardInput) -> NDArray[np.int64] | None:
+    """kv indices of the tokens of a step, just built, whose requests want experts; None if there are none."""
+    slots, page_size = state.slots, state.options.limits.page_size
+    wants = slots.want_experts[step.slots]
+    if not wants.any():
+        return None
+    rows, counts = step.slots[wants].astype(np.int64), step.num_tokens[wants].astype(np.int64)
+    ends = np.cumsum(counts)
+    positions = np.arange(ends[-1]) + np.repeat(slots.num_kv_tokens[rows] - ends, counts)
+    blocks = slots.block_tables[np.repeat(rows, counts), positions // page_size].astype(np.int64)
+    kv_indices: NDArray[np.int64] = blocks * page_size + positions % page_size
+    return kv_indices
+
+
 def _build_masks(state: EngineState, sampled: NDArray[np.int64]) -> TokenMasks | None:
     """Token masks for the step being built, in which the slots `sampled` sample; None if none has a grammar or a
     token filter.
@@ -330,6 +345,7 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
         rules=_build_logit_rules(sequences, state.options.eos_ids),
         num_top_logprobs=num_top if num_top.any() else None,
         logprobs_as_sampled=logprobs_as_sampled if logprobs_as_sampled.any() else None,
+        want_experts=state.slots.want_experts[slots] if state.slots.want_experts[slots].any() else None,
         first_writes=first_writes.astype(np.int32) if (first_writes != first_positions).any() else None,
     )
 

@@ -16,6 +16,7 @@ from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.kv_cache.prompt_logprobs import first_position
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
+from tokasaurus.messages.forward import RoutedExperts
 
 
 def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = None) -> None:
@@ -159,6 +160,18 @@ def keep_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
         sequence.needs_prompt_logprobs = False
 
 
+def experts_of(state: EngineState, sequence: Sequence, num_sampled: int) -> RoutedExperts | None:
+    """A copy of the experts of a running sequence's prompt and of its first num_sampled tokens but the last; None if
+    they are not wanted. Precondition: these tokens are known."""
+    if not sequence.request.want_experts:
+        return None
+    assert state.blocks.experts is not None, "the steps of its prompt have returned experts"
+    num_tokens, page_size = len(sequence.request.prompt_ids) + num_sampled - 1, state.options.limits.page_size
+    table = state.slots.block_tables[sequence.slot, : -(-num_tokens // page_size)]
+    experts: RoutedExperts = state.blocks.experts[table]
+    return experts.reshape(-1, *experts.shape[2:])[:num_tokens]
+
+
 def release(state: EngineState, sequence: Sequence, keep_kv: bool = True) -> None:
     """End a sequence in any phase: its slot and blocks are freed at once, and the state no longer refers to it.
 
@@ -194,6 +207,7 @@ def set_back(state: EngineState, sequence: Sequence) -> None:
         keep_prompt_logprobs(state, sequence)
         if sequence.request.want_logprobs:
             sequence.kept_logprobs = all_logprobs(state, sequence)
+        sequence.kept_experts = experts_of(state, sequence, len(sequence.kept_token_ids) + len(token_ids))
         sequence.kept_token_ids += token_ids.tolist()
         sequence.prompt = make_prompt(np.concatenate((sequence.prompt.token_ids, token_ids)))
     _free_slot_and_blocks(state, sequence)

@@ -7,6 +7,7 @@ ends, and for streamed sequences while they run: the first token at once, later 
 import logging
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from tokasaurus.manager.engine.lifecycle import (
     all_logprobs,
     all_tokens,
+    experts_of,
     keep_prompt_logprobs,
     last_tokens,
     next_mask,
@@ -74,6 +76,9 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
         assert state.blocks.prompt_logprobs is not None
         assert output.prompt_logprobs is not None, f"step {step.step_id}: no prompt logprobs"
         state.blocks.prompt_logprobs.note(step.logprob_chunks, output.prompt_logprobs)
+    if step.expert_tokens is not None:
+        assert output.experts is not None, f"step {step.step_id}: no experts"
+        state.blocks.note_experts(step.expert_tokens, output.experts)
     if output.nonfinite is not None:
         release_all_ending(state)
         _end_nonfinite(state, step, output.nonfinite)
@@ -379,7 +384,8 @@ def end_waiting(state: EngineState, sequence: Sequence, reason: FinishReason) ->
     start = sequence.num_streamed_tokens
     logprobs = sequence.kept_logprobs[start:] if sequence.request.want_logprobs else None
     versions = sequence.weight_versions or state.weight_versions
-    state.deltas.append(_make_delta(sequence, sequence.kept_token_ids[start:], logprobs, reason, versions=versions))
+    delta = _make_delta(sequence, sequence.kept_token_ids[start:], logprobs, reason, versions=versions)
+    state.deltas.append(replace(delta, experts=sequence.kept_experts))
 
 
 def _end_with_error(
@@ -411,11 +417,13 @@ def _finish(
         if sequence.may_stop:
             state.lengths.new_ends.append((len(token_ids), reason == "stop"))
     keep_prompt_logprobs(state, sequence)
+    experts = experts_of(state, sequence, len(token_ids))
     release(state, sequence)
     error_code: ErrorCode | None = "grammar_too_complex" if error else None
     new_ids = token_ids[sequence.num_streamed_tokens :]
     versions = sequence.weight_versions or state.weight_versions
-    state.deltas.append(_make_delta(sequence, new_ids, logprobs, reason, error, error_code, versions))
+    delta = _make_delta(sequence, new_ids, logprobs, reason, error, error_code, versions)
+    state.deltas.append(delta if experts is None else replace(delta, experts=experts))
 
 
 def _end_nonfinite(state: EngineState, step: StepInFlight, found: NonfiniteTokens) -> None:

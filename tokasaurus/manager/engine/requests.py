@@ -13,6 +13,9 @@ from tokasaurus.messages.generation import GenerateRequest, SequenceDelta
 from tokasaurus.text.stop_strings import StopMatcher
 from tokasaurus.text.token_decoder import PROMPT_TAIL_TOKENS
 
+EXPERTS_SALT = b"\xff"
+"""Begins the salts of requests that want experts: no text begins with it in UTF-8."""
+
 
 def add_request(state: EngineState, request: GenerateRequest) -> None:
     """Queue the request's sequences, or block them until their grammar is compiled.
@@ -40,7 +43,8 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
         # its texts are without special tokens
         if options.stop_tokens is not None and not request.shows_special:
             stop_row = options.stop_tokens.row(stops, marked_ids)
-    prompt, salt = make_prompt(request.prompt_ids), request.cache_salt.encode()
+    prompt = make_prompt(request.prompt_ids)
+    salt = (EXPERTS_SALT if request.want_experts else b"") + request.cache_salt.encode()
 
     token_masks = None
     if request.token_filter is not None and request.max_new_tokens > 0:
@@ -92,6 +96,7 @@ def _continue(sequence: Sequence, kept: SequenceDelta) -> None:
         assert sequence.kept_top is not None, "the request wants top-k logprobs"
         for token_ids, logprobs in zip(kept.top.token_ids, kept.top.logprobs, strict=True):
             sequence.kept_top.append(token_ids, logprobs)
+    sequence.kept_experts = kept.experts
     sequence.num_cached_tokens = kept.num_cached_tokens
     sequence.counts = TokenCounts(
         asked=len(request.prompt_ids),

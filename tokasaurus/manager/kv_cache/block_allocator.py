@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixTree
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobStore
+from tokasaurus.messages.forward import RoutedExperts
 
 
 class BlockAllocator:
@@ -24,6 +25,9 @@ class BlockAllocator:
         the block is allocated."""
         self.sampled_logprobs: NDArray[np.float32] | None = None
         """[num_blocks + 1, page_size], the logprob of each sampled token in `tokens`; None until requested."""
+        self.experts: RoutedExperts | None = None
+        """[num_blocks + 1, page_size, layers, K], of each token in `tokens` that was computed for a request that wants
+        experts; None until the first."""
         self.allocated_in = np.zeros(num_blocks + 1, np.int64)
         """[num_blocks + 1], the first step that could use each block since it was allocated last."""
         self.prompt_logprobs: PromptLogprobStore | None = None
@@ -85,6 +89,12 @@ class BlockAllocator:
         if self.prompt_logprobs is None:
             self.prompt_logprobs = PromptLogprobStore(self.num_blocks, self.tokens.shape[1])
         self.prompt_logprobs.widen(num_top)
+
+    def note_experts(self, kv_indices: NDArray[np.int64], experts: RoutedExperts) -> None:
+        """Store the experts of A tokens. kv_indices: [A], block * page_size + offset. experts: [A, layers, K]."""
+        if self.experts is None:  # the system provides the memory when it is first written
+            self.experts = np.zeros((*self.tokens.shape, *experts.shape[1:]), experts.dtype)
+        self.experts.reshape(-1, *experts.shape[1:])[kv_indices] = experts
 
     def free(self, blocks: NDArray[np.int32]) -> None:
         """Free `blocks`, none of which is in the tree. They can be allocated at once: the device executes in order, so

@@ -115,6 +115,8 @@ class StepInFlight:
     """When the step before it ended, sequences were left to compute: until this one began, the device was idle."""
     trial: GroupTrial | None
     """None for a step with its usual prefix groups."""
+    expert_tokens: NDArray[np.int64] | None
+    """kv indices of the tokens whose experts this step returns, in order; None if there are none."""
     begins: list[Sequence]
     """Sequences whose first token this step samples, unless they leave their slots before."""
 

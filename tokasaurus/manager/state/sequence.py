@@ -12,6 +12,7 @@ from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.state.grammar_matcher import GrammarMatcher
 from tokasaurus.manager.state.token_filter import FilterMasks
 from tokasaurus.messages.commands import WeightVersions
+from tokasaurus.messages.forward import RoutedExperts
 from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs, TopLogprobs
 from tokasaurus.text.stop_strings import StopMatcher
 
@@ -134,6 +135,8 @@ class Sequence:
     yet."""
     prompt_logprobs: PromptLogprobs | None = None
     """Set once known, until a delta carries them."""
+    kept_experts: RoutedExperts | None = None
+    """Experts of all tokens before its last preemption but the last, if requested."""
     weight_versions: WeightVersions = ()
     """Set if `kept_token_ids` has tokens of earlier weights than the present ones."""
     token_masks: FilterMasks | None = None

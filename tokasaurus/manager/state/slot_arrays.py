@@ -43,6 +43,8 @@ class SlotArrays:
         """Running sequences with stop token ids."""
         self.num_with_grammars = 0
         """Running sequences with a grammar."""
+        self.num_with_experts = 0
+        """Running sequences whose requests want experts."""
         self.num_with_masks = 0
         """Running sequences with a grammar or a token filter."""
         self.num_background = 0
@@ -72,6 +74,8 @@ class SlotArrays:
         """Row of StopTokens.may_end for its stop strings."""
         self.want_logprobs = false()
         """Its request asks for logprobs."""
+        self.want_experts = false()
+        """Its request asks for the experts of its tokens."""
         self.has_grammar = false()
         self.has_mask = false()
         """It has a grammar or a token filter: each of its tokens needs a mask."""
@@ -175,6 +179,7 @@ class SlotArrays:
             self.stop_token_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
         self.stop_rows[slot] = sequence.stop_row
         self.want_logprobs[slot] = request.want_logprobs
+        self.want_experts[slot] = request.want_experts
         self.has_grammar[slot] = sequence.has_grammar
         self.has_mask[slot] = sequence.has_grammar or sequence.token_masks is not None
         self.needs_results[slot] = sequence.needs_results
@@ -224,6 +229,7 @@ class SlotArrays:
         self.num_with_stops += change * (sequence.stop_matcher is not None)
         self.num_with_stop_tokens += change * bool(request.stop_token_ids)
         self.num_with_grammars += change * sequence.has_grammar
+        self.num_with_experts += change * request.want_experts
         self.num_with_masks += change * (sequence.has_grammar or sequence.token_masks is not None)
         self.num_background += change * request.is_background
         self.num_reporting += change * (request.job != "")

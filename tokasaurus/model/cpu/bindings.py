@@ -101,6 +101,7 @@ class ExpertsStruct(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("min_sum", "scale", "jitter")),
         *((name, PackedWeightsStruct) for name in ("shared_gate_up", "shared_down")),
         ("gates_shared", ctypes.c_int64),
+        ("recorded", ctypes.c_void_p),
     )
 
 

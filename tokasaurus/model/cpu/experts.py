@@ -131,6 +131,11 @@ class PackedExperts:
         assert self._router is not None
         return self._run(x, norm, 0, 0)
 
+    def record(self, chosen: Tensor | None) -> None:
+        """From now on, calls write the router's choices of their T tokens to chosen, int32 [>= T, K], contiguous; None:
+        no longer."""
+        self.struct.recorded = None if chosen is None else chosen.data_ptr()
+
     def reserve(self, num_rows: int, num_chosen: int) -> None:
         """Allocate and touch the memory that calls of up to num_rows tokens keep between calls, whichever experts they
         choose. num_chosen: of each token."""

@@ -4,6 +4,7 @@ its `LayerSpec` (see checkpoint/spec)."""
 import math
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -318,6 +319,22 @@ class Decoder(Model):
         for layer in self.decoder_layers():
             if isinstance(layer.mlp, Experts) and layer.mlp.packed is not None:
                 layer.mlp.packed.reserve(num_tokens, layer.mlp.router.spec.num_chosen)
+
+    @contextmanager
+    def recording_experts(self, num_tokens: int) -> Iterator[Tensor]:
+        """Inside, forwards of up to num_tokens write which experts each token has to the yielded tensor, int32 [layers,
+        num_tokens, K]; layers without experts leave zeros. Compiled layers and graphs write nothing."""
+        shape = len(self.layers), num_tokens, self.spec.num_chosen_experts
+        recorded = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        places = zip((layer.mlp for layer in self.decoder_layers()), recorded, strict=True)
+        experts = [(mlp, chosen) for mlp, chosen in places if isinstance(mlp, Experts)]
+        for mlp, chosen in experts:
+            mlp.record(chosen)
+        try:
+            yield recorded
+        finally:
+            for mlp, _ in experts:
+                mlp.record(None)
 
     def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
         packed = [layer.packed() for layer in self.decoder_layers()]

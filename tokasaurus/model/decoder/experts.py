@@ -32,12 +32,17 @@ class Router(FusedColumnLinear):
         self.choice_bias = None
         if spec.has_choice_bias:
             self.choice_bias = nn.Parameter(torch.empty(spec.num_experts), requires_grad=False)
+        self.recorded: Tensor | None = None
+        """int32 [>= T, K], which gets each call's choices; None: nothing does."""
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, E] -> experts, int64 [T, K]; their weights, float32 [T, K]; the shared one's gate, [T, 1] or [T, 0]."""
         outputs: Tensor = self(x.float())
         logits, shared = outputs[:, : self.spec.num_experts], outputs[:, self.spec.num_experts :]
-        return *choose_experts(logits, self.spec, self.choice_bias), shared.sigmoid()
+        chosen, weights = choose_experts(logits, self.spec, self.choice_bias)
+        if self.recorded is not None:
+            self.recorded[: len(chosen)] = chosen
+        return chosen, weights, shared.sigmoid()
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         shards = super().weight_shards(prefix)
@@ -251,6 +256,12 @@ class Experts(nn.Module):
             own_router = None if shared is None else own_router
         self._packed = PackedExperts(gate_up, down, own_router, None if own_router is None else shared)
         return self._packed
+
+    def record(self, chosen: Tensor | None) -> None:
+        """From now on, forwards write their tokens' experts to chosen, int32 [>= T, K], contiguous; None: no longer."""
+        self.router.recorded = chosen
+        if self.packed is not None:
+            self.packed.record(chosen)
 
     def forward(self, x: Tensor, norm: Norm | None) -> Tensor:
         """norm: applied to x first."""

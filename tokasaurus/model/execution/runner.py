@@ -17,19 +17,20 @@ from tokasaurus.messages.forward import (
     NonfiniteTokens,
     PrefixGroups,
     PromptLogprobsOutput,
+    RoutedExperts,
     SlotChanges,
     TopOfRows,
 )
 from tokasaurus.messages.stages import StageBoard
 from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend, RecordedMemory, TensorCache
 from tokasaurus.model.attention.row_split import Attends, attends_over
-from tokasaurus.model.buffer_sizes import BufferSizes, max_graph_groups
+from tokasaurus.model.buffer_sizes import BufferSizes, max_graph_groups, padded_count
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.model import LayerExecutor, Model
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
-from tokasaurus.model.execution.executors import KernelExecutor, choose_executor
+from tokasaurus.model.execution.executors import CompiledExecutor, KernelExecutor, choose_executor
 from tokasaurus.model.execution.graphs import DecodeOutput, Recorder, StepGraphs, padded, padding_alone
 from tokasaurus.model.execution.kernel_decode import KernelDecode
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs
@@ -64,7 +65,7 @@ class StepResult:
     hidden states alone. Otherwise token_ids int32 [R]; is_finite bool [T], whether a token's hidden state, and the
     logits computed from it, if any, are finite; logprobs float32 [R], if some row asked for them; the fields of
     PromptLogprobsOutput, each with "prompt_" before its name, likewise. Of both, top_ids and top_logprobs of
-    Sampled."""
+    Sampled; and experts, int32, of ForwardOutput."""
 
     want_logprobs: NDArray[np.bool_]
     """bool [R], rows that asked for logprobs."""
@@ -92,6 +93,9 @@ class StepResult:
 
     phase_seconds: tuple[float, ...] = ()
     """Seconds in each phase, as in ForwardOutput."""
+
+    experts_dtype: type[np.uint8 | np.uint16] | None = None
+    """Of the experts; None if no row asked for them."""
 
     begun: Mark = field(default_factory=HostMark)
     """The step's arrays have arrived, and no work before it is left."""
@@ -129,7 +133,14 @@ class StepResult:
             self._nonfinite(self._is_finite(arrays)),
             self.missed_graphs,
             idle_seconds,
+            self._experts(arrays),
         )
+
+    def _experts(self, arrays: Mapping[str, NDArray[Any]]) -> RoutedExperts | None:
+        if self.experts_dtype is None:
+            return None
+        experts = arrays["experts"]
+        return experts.astype(np.uint8) if self.experts_dtype is np.uint8 else experts.astype(np.uint16)
 
     def _is_finite(self, arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
         """bool [T], whether all results of a token are finite, the wanted logprob of the one sampled after it too."""
@@ -164,6 +175,20 @@ class ComputedStep:
     """int64 [T], tokens that the graphs drew; None if they drew none."""
     redrawn: Tensor | None
     """int64 [T], drawn again from the same logits, by launches; None if the graphs drew none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedExperts:
+    """Which experts each layer has chosen in a step, once it has run."""
+
+    chosen: Tensor
+    """int32 [layers, >= T, K], on the device."""
+    tokens: Tensor
+    """int64 [A], indices of the tokens that are asked for."""
+
+    def of_tokens(self) -> Tensor:
+        """int32 [A, layers, K]."""
+        return self.chosen[:, self.tokens.to(self.chosen.device)].transpose(0, 1).contiguous()
 
 
 class ModelRunner:
@@ -450,15 +475,29 @@ class ModelRunner:
         """Run one step. On an asynchronous device, returns before the result is computed. None on all pipeline stages
         but the last."""
         begun = self._take(step)
-        if self._kernel_decode is not None and (result := self._by_kernels(self._kernel_decode, step, begun[0])):
-            return result
-        batch, computed = self._compute(step)
+        wants_experts = self._slots.want_experts[step.slots]
+        if not wants_experts.any():
+            return self._run(step, begun)
+        assert isinstance(self._model, Decoder), "the server refuses requests for the experts of other models"
+        tokens = np.repeat(wants_experts, step.num_tokens)
+        with self._model.recording_experts(padded_count(len(tokens), self._token_multiple)) as chosen:
+            return self._run(step, begun, RecordedExperts(chosen, torch.from_numpy(np.flatnonzero(tokens))))
+
+    def _run(self, step: ForwardInput, begun: list[Mark], recorded: RecordedExperts | None = None) -> StepResult | None:
+        """begun: of _take. recorded: where the model's layers write the experts of tokens; None: they do not."""
+        if self._kernel_decode is not None:
+            result = self._by_kernels(self._kernel_decode, step, begun[0], recorded)
+            if result is not None:
+                return result
+        batch, computed = self._compute(step, launches=recorded is not None)
         num_tokens = int(step.num_tokens.sum())
         num_sampled = batch.num_sampled - (len(batch.token_slots) - num_tokens)  # without the rows that pad a graph
         if self._links is not None and not self._links.is_last:
             self._pass_on(self._links, batch, computed.hidden[:num_tokens], num_sampled)
             return None
         outputs = self._sample_and_store(batch, computed, num_sampled)
+        if recorded is not None:
+            outputs["experts"] = recorded.of_tokens()
         if self._links is not None:
             self._links.end_step()
         self._staging.finish()
@@ -476,6 +515,7 @@ class ModelRunner:
             self._new_recompiles(),
             self._graphs is not None and self._graphs.is_missed_by(step),
             self._phase_seconds(),
+            None if recorded is None else self._experts_dtype,
             *(begun[0], ended),
         )
 
@@ -496,16 +536,25 @@ class ModelRunner:
         if self._kernel_decode is not None:
             self._kernel_decode.note(changes)
 
-    def _by_kernels(self, kernel_decode: KernelDecode, step: ForwardInput, begun: Mark) -> StepResult | None:
+    @property
+    def _experts_dtype(self) -> type[np.uint8 | np.uint16]:
+        return np.uint8 if self._model.spec.num_experts <= 1 << 8 else np.uint16
+
+    def _by_kernels(
+        self, kernel_decode: KernelDecode, step: ForwardInput, begun: Mark, recorded: RecordedExperts | None
+    ) -> StepResult | None:
         """None if the kernels do not compute such a step in one call."""
         decoded = kernel_decode.run(step)
         if decoded is None:
             return None
         is_finite = decoded.tokens >= 0
         token_ids = np.maximum(decoded.tokens, 0).astype(np.int32)
+        outputs: dict[str, NDArray[Any]] = {"token_ids": token_ids, "is_finite": is_finite}
+        if recorded is not None:
+            outputs["experts"] = recorded.of_tokens().numpy()
         return StepResult(
             step.step_id,
-            HostArrays({"token_ids": token_ids, "is_finite": is_finite}),
+            HostArrays(outputs),
             want_logprobs=np.zeros(len(token_ids), np.bool_),
             top_rows=None,
             sampled_tokens=np.arange(len(token_ids)),
@@ -513,6 +562,7 @@ class ModelRunner:
             token_positions=decoded.positions,
             token_blocks=decoded.blocks,
             phase_seconds=self._phase_seconds(),
+            experts_dtype=None if recorded is None else self._experts_dtype,
             begun=begun,
         )
 
@@ -571,19 +621,23 @@ class ModelRunner:
             outputs |= {f"prompt_{name}": tensor for name, tensor in of_prompt._asdict().items()}
         return outputs
 
-    def _compute(self, step: ForwardInput, entering: Tensor | None = None) -> tuple[DeviceBatch, DecodeOutput]:
+    def _compute(
+        self, step: ForwardInput, entering: Tensor | None = None, launches: bool = False
+    ) -> tuple[DeviceBatch, DecodeOutput]:
         """Build, send and run a forward; its slots are up to date. The batch is padded if a graph computes it.
 
-        entering: hidden states that no other stage has to send.
+        entering: hidden states that no other stage has to send. launches: without graphs and compiled layers.
         """
-        graphs, backend = self._graphs, self._backend
+        graphs, backend, executor = None if launches else self._graphs, self._backend, self._executor
+        if launches and isinstance(executor, CompiledExecutor):
+            executor = executor.plain
         size = None if graphs is None else graphs.size_for(int(step.num_tokens.sum()))
         if graphs is None or size is None:
             batch = self._build(step, is_padded=not self.always_on_kernels)
             backend.plan(batch.layout)
             self._staging.send()
             attends, hidden = attends_over(backend, batch.layout), self._receive(step, entering, len(batch.token_ids))
-            hidden = self._model(batch.token_ids, hidden, batch.positions, self._executor, attends)
+            hidden = self._model(batch.token_ids, hidden, batch.positions, executor, attends)
             return batch, DecodeOutput(hidden, logits=None)
         is_decode, prefixes = graphs.is_decode(step), None
         if is_decode and step.groups is not None and (found := self._groups_for(graphs, step.groups, size)) is not None:

@@ -31,6 +31,7 @@ from tokasaurus.messages.status import (
 )
 from tokasaurus.model.buffer_sizes import padded_count, sizes_for
 from tokasaurus.model.cpu.bindings import Kernels
+from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
@@ -260,6 +261,8 @@ def _ready(start: Start) -> StartedWorker:
         switched_off=tuple(start.checks.switched_off),
         dtype=dtype_name(start.model.weight_dtype),
         device=start.device.type,
+        num_routed_experts=0 if (refusal := _no_routed_experts(start)) else _num_routed_experts(start),
+        no_routed_experts=refusal,
     )
     # Not earlier: it touches the cache, and the measurements of the start need an idle machine.
     sleeper = Sleeper(
@@ -267,6 +270,20 @@ def _ready(start: Start) -> StartedWorker:
         record_graphs=partial(_record_again, start),
     )
     return StartedWorker(runner, limits, start.device, start.kernels if runner.always_on_kernels else None, sleeper)
+
+
+def _num_routed_experts(start: Start) -> int:
+    spec = start.info.spec
+    return len(spec.layers) * spec.num_chosen_experts
+
+
+def _no_routed_experts(start: Start) -> str:
+    """Why requests may not ask for the experts of their tokens; "" if they may."""
+    if not start.info.spec.num_chosen_experts:
+        return "the model has no experts"
+    if not isinstance(start.model, Decoder):
+        return "layers that transformers computes do not tell which experts they choose"
+    return "" if start.mesh.pp_size == 1 else "pipeline stages do not tell each other which experts they choose"
 
 
 def check_files(start: Start) -> str:

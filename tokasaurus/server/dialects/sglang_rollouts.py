@@ -1,6 +1,7 @@
 """Roll-outs by SGLang's names: text and tokens, pauses, new weights. Served with rl=T."""
 
 import asyncio
+import base64
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, PlainValidator
@@ -97,7 +99,9 @@ class GenerateRequest(StrictObject):
     rid: a name for /abort_request, returned as meta_info.id; null draws one. session_id: as the header X-Session-ID.
     return_logprob: of each sampled token; with logprob_start_len also of the prompt's tokens from there on, -1: of
     none. top_logprobs_num: and this many most likely tokens. return_text_in_logprobs: with the tokens' texts.
-    return_prompt_token_ids: also return the prompt's tokens.
+    return_prompt_token_ids: also return the prompt's tokens. return_routed_experts: meta_info.routed_experts has the
+    experts of all tokens but the last, or from number routed_experts_start_len on: base64 of int32 [tokens, layers,
+    experts of a token], at the stream's end.
     stream: events whose text and tokens are all until then.
 
     Accepted without effect, since they do not concern the answer: log_metrics, no_logs, conversation_id.
@@ -114,6 +118,8 @@ class GenerateRequest(StrictObject):
     top_logprobs_num: Annotated[int, Field(ge=0), WHOLE_FLOATS, NullMeans(0)] = 0
     return_text_in_logprobs: Annotated[bool, NullMeans(False)] = False
     return_prompt_token_ids: Annotated[bool, NullMeans(False)] = False
+    return_routed_experts: Annotated[bool, NullMeans(False)] = False
+    routed_experts_start_len: Annotated[int, Field(ge=0), WHOLE_FLOATS, NullMeans(0)] = 0
     stream: Annotated[bool, NullMeans(False)] = False
     cache_salt: CacheSalt = ""
 
@@ -131,7 +137,6 @@ class GenerateRequest(StrictObject):
     modalities: Annotated[Any, Only(None, [])] = None
     token_ids_logprob: Annotated[Any, Only(None, [])] = None
     return_hidden_states: Annotated[Any, Only(None, False)] = None
-    return_routed_experts: Annotated[Any, Only(None, False)] = None
     return_sampling_mask: Annotated[Any, Only(None, False)] = None
     return_entropy: Annotated[Any, Only(None, False)] = None
     custom_logit_processor: Annotated[Any, Only(None)] = None
@@ -154,6 +159,11 @@ _FIELDS_OF_TEXT, _FIELDS_OF_TOKENS = (
         cache_salt="cache_salt",
         stream="stream",
         return_token_ids="return_prompt_token_ids",
+        return_routed_experts="return_routed_experts",
+        routed_experts_prompt_start=(
+            "routed_experts_start_len",
+            lambda body: body.routed_experts_start_len if body.return_routed_experts else None,
+        ),
         skip_special_tokens="sampling_params.skip_special_tokens",
         no_stop_trim="sampling_params.no_stop_trim",
         **{name: f"sampling_params.{name}" for name in SamplingNumbers.model_fields},
@@ -278,6 +288,9 @@ class _Answer:
         }
         if reason is not None:  # not known before
             meta_info |= {"weight_version": spans[-1].version, "weight_versions": spans}
+        if sequence.experts is not None and self._prepared.experts_from is not None:
+            own = sequence.experts[self._prepared.experts_from :].astype(np.int32)
+            meta_info["routed_experts"] = base64.b64encode(own.tobytes()).decode()
         if sequence.logprobs is not None:
             meta_info |= self._logprobs(sequence)
         prompt_ids = self._request.prompt_ids.tolist() if body.return_prompt_token_ids else None

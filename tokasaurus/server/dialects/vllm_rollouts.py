@@ -64,7 +64,7 @@ class TokensSampling(SamplingNumbers):
 
     Without effect, since the answer has no text and all tokens as sampled: skip_special_tokens,
     spaces_between_special_tokens, include_stop_str_in_output, detokenize. Without effect, since an answer is one
-    object: output_kind. Without effect, since no routed experts are returned: routed_experts_prompt_start.
+    object: output_kind.
     """
 
     n: Annotated[int, Field(ge=1), WHOLE_FLOATS, NullMeans(1)] = 1
@@ -83,6 +83,7 @@ class TokensSampling(SamplingNumbers):
     include_stop_str_in_output: bool | None = None
     detokenize: bool | None = None
     output_kind: Annotated[int | None, Field(ge=0, le=2), WHOLE_FLOATS] = None
+    return_routed_experts: Annotated[bool, NullMeans(False)] = False
     routed_experts_prompt_start: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
 
     logits_processors: Annotated[Any, Only(None, [])] = None
@@ -130,7 +131,7 @@ _FIELDS = FieldTable[TokensRequest](
         for name in (
             *SamplingNumbers.model_fields,
             *("n", "max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "structured_outputs"),
-            *("allowed_token_ids", "bad_words"),
+            *("allowed_token_ids", "bad_words", "return_routed_experts", "routed_experts_prompt_start"),
         )
     },
 )
@@ -189,7 +190,7 @@ class TokensAnswer:
     """prompt_logprobs: as in other answers. prompt_token_ids: with return_token_ids, else null.
 
     Each choice also has weight_versions, the versions of the weights that its tokens are from, and the answer
-    weight_version, the newest of them."""
+    weight_version, the newest of them; and routed_experts if they are asked for."""
 
     request_id: str
     model: str

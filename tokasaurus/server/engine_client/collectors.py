@@ -10,9 +10,12 @@ from itertools import chain
 import numpy as np
 
 from tokasaurus.messages.commands import FIRST_VERSIONS, WeightVersions
+from tokasaurus.messages.forward import RoutedExperts
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, PromptLogprobs, SequenceDelta, TopLogprobs
 
 MAX_MERGED_TOKENS = 1024
+BYTES_OF_VALUE = 8
+"""Bytes of experts that are as much work as a token or a logprob."""
 VALUES_PER_DELTA = 16
 """Work of an event, as a multiple of the work of one of its values."""
 
@@ -59,6 +62,7 @@ class FinishedSequence:
     prompt_logprobs: PromptLogprobs | None = None
     weight_versions: WeightVersions = FIRST_VERSIONS
     """Complete once it has finished."""
+    experts: RoutedExperts | None = None
     end_number: int = field(default=0, compare=False)
     """Number of the sequence in the order in which the answer's sequences finished."""
     is_finished: bool = False
@@ -85,7 +89,10 @@ class FinishedSequence:
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.weight_versions = delta.weight_versions
+            self.experts = delta.experts
             self.is_finished = True
+            if delta.experts is not None:
+                self.num_values += delta.experts.nbytes // BYTES_OF_VALUE
 
     @property
     def top(self) -> TopLogprobs | None:
@@ -306,6 +313,7 @@ def _cut(delta: SequenceDelta, start: int, end: int) -> SequenceDelta:
         logprobs=None if delta.logprobs is None else delta.logprobs[start:end],
         top=None if delta.top is None else TopLogprobs(delta.top.token_ids[start:end], delta.top.logprobs[start:end]),
         finish_reason=delta.finish_reason if is_last else None,
+        experts=delta.experts if is_last else None,
         prompt_logprobs=delta.prompt_logprobs if start == 0 else None,
     )
 

@@ -10,7 +10,9 @@ from tokasaurus.server.prepare.requests import (
     Draft,
     Origin,
     Prepared,
+    asked_experts,
     asked_grammar,
+    check_experts,
     check_fields,
     check_max_tokens,
     check_prompt_values,
@@ -97,7 +99,7 @@ def draft_chat(
     num_top, num_prompt_top = checked_top(body.top_logprobs or 0, "top_logprobs", model), prompt_top(body, model)
     if num_top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
-    response_id = response_id_of(body, id_prefix)
+    response_id, experts_from = response_id_of(body, id_prefix), asked_experts(body, limits)
     requests = make_requests(
         response_id,
         body,
@@ -106,7 +108,9 @@ def draft_chat(
         origin,
         num_top_logprobs=num_top if body.logprobs else None,
         num_top_prompt_logprobs=num_prompt_top,
+        wants_experts=experts_from is not None,
     )
+    check_experts(requests, limits)
     if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
         check_prompt_values(requests, 0, "return_token_ids")
     marks = template.marks
@@ -131,6 +135,7 @@ def draft_chat(
         body.return_tokens_as_token_ids,
         calls=rules,
         num_top_prompt_logprobs=num_prompt_top,
+        experts_from=experts_from,
         starts_in_reasoning=start == "inside",
         content_start=_echoed(body),
         keeps_stop=body.include_stop_str_in_output or body.no_stop_trim,

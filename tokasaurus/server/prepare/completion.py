@@ -10,7 +10,9 @@ from tokasaurus.server.prepare.requests import (
     Echo,
     Origin,
     Prepared,
+    asked_experts,
     asked_grammar,
+    check_experts,
     check_fields,
     check_max_tokens,
     check_prompt_values,
@@ -50,7 +52,7 @@ def draft_completion(
         raise InvalidRequest("max_tokens must be at least 1, unless echo is true", "max_tokens")
     check_fields(body, model)
     num_top = None if body.logprobs is None else checked_top(body.logprobs, "logprobs", model)
-    num_prompt_top = prompt_top(body, model)
+    num_prompt_top, experts_from = prompt_top(body, model), asked_experts(body, limits)
     needed_prompt_tops = [top for top in (num_prompt_top, num_top if body.echo else None) if top is not None]
     grammar = asked_grammar(body)
     if grammar is not None and len(grammar.text) * len(body.prompt) > MAX_GRAMMAR_CHARS_OF_PROMPTS:
@@ -89,7 +91,9 @@ def draft_completion(
         origin,
         num_top_logprobs=num_top,
         num_top_prompt_logprobs=max(needed_prompt_tops, default=None),
+        wants_experts=experts_from is not None,
     )
+    check_experts(requests, limits)
     if body.echo:
         check_prompt_values(requests, num_top or 0, "echo")
     if num_prompt_top is not None:
@@ -105,6 +109,7 @@ def draft_completion(
         echoes=echoes,
         keeps_stop=body.include_stop_str_in_output or body.no_stop_trim,
         num_top_prompt_logprobs=num_prompt_top,
+        experts_from=experts_from,
     )
     return Draft(prepared, grammar)
 

@@ -15,6 +15,7 @@ from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import EngineLimits, SequenceLimit
 from tokasaurus.random_ids import random_id, random_seed
 from tokasaurus.server.access import key_salt
+from tokasaurus.server.engine_client.collectors import BYTES_OF_VALUE
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported, UnsupportedField, shorten
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
@@ -115,6 +116,8 @@ class Prepared:
     num_top_prompt_logprobs: int | None = None
     """Top-k logprobs per prompt token that `prompt_logprobs` returns; None if the body does not set it. `requests` may
     ask the engine for more, for the echo."""
+    experts_from: int | None = None
+    """First token whose experts each choice has; None: they are not asked for."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the answer that repeat the body's, for endpoints whose answers do."""
     starts_in_reasoning: bool = False
@@ -236,6 +239,23 @@ def prompt_top(body: SamplingFields, model: ServedModel) -> int | None:
     return checked_top(body.prompt_logprobs, "prompt_logprobs", model)
 
 
+def asked_experts(body: SamplingFields, limits: EngineLimits) -> int | None:
+    """First token whose experts are asked for; None: they are not. As vLLM's clients send it to any model,
+    routed_experts_prompt_start alone asks for nothing if there are none. Raises Unsupported."""
+    refusal = "" if limits.num_routed_experts else limits.no_routed_experts
+    if body.return_routed_experts and refusal:
+        raise Unsupported(f"return_routed_experts is not possible: {refusal}", "return_routed_experts")
+    if refusal or not (body.return_routed_experts or body.routed_experts_prompt_start is not None):
+        return None
+    return body.routed_experts_prompt_start or 0
+
+
+def check_experts(requests: Sequence[GenerateRequest], limits: EngineLimits) -> None:
+    """Bounds what their prompts' experts add to an answer."""
+    if requests[0].want_experts:
+        check_prompt_values(requests, limits.num_routed_experts // BYTES_OF_VALUE, "return_routed_experts")
+
+
 def check_prompt_values(requests: Sequence[GenerateRequest], num_top: int, param: str) -> None:
     num_tokens = sum(len(request.prompt_ids) * request.num_sequences for request in requests)
     if num_tokens * (1 + num_top) > MAX_PROMPT_VALUES:
@@ -284,6 +304,7 @@ def make_requests(
     *,
     num_top_logprobs: int | None,
     num_top_prompt_logprobs: int | None,
+    wants_experts: bool = False,
 ) -> list[GenerateRequest]:
     """One for each prompt. Their ids are unique, also where a client chose the response's.
 
@@ -318,6 +339,7 @@ def make_requests(
             logprobs_mode=model.logprobs_mode if body.logprobs_mode is None else body.logprobs_mode,
             want_prompt_logprobs=num_top_prompt_logprobs is not None,
             num_top_prompt_logprobs=num_top_prompt_logprobs or 0,
+            want_experts=wants_experts,
             client=origin.client,
             priority=body.priority,
             is_background=origin.is_background,

@@ -435,6 +435,8 @@ class ChatForm(SamplingFields, TemplateFields):
     n: Annotated[Literal[1], WHOLE_FLOATS, NullMeans(1)] = 1
     return_token_ids: Annotated[bool, Only(None, False, instead=_NO_PLACE), NullMeans(False)] = False
     prompt_logprobs: Annotated[None, Only(None, instead=_NO_PLACE)] = None
+    return_routed_experts: Annotated[bool, Only(None, False, instead=_NO_PLACE), NullMeans(False)] = False
+    routed_experts_prompt_start: Annotated[None, Only(None, instead=_NO_PLACE)] = None
     logprobs_in_fingerprint: Annotated[bool, Only(None, False, instead=_NO_PLACE), NullMeans(False)] = False
     echo: Annotated[bool, Only(None, False, instead=_NO_PLACE), NullMeans(False)] = False
 

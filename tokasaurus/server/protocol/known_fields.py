@@ -247,10 +247,14 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
     "kv_transfer_params": KnownField(_VLLM, (None, {}), instead="prefill and decode are in one process"),
     "ec_transfer_params": KnownField(_VLLM, (None, {}), instead=_NO_MEDIA),
     "vllm_xargs": KnownField(_VLLM, (None, {}), instead="they are for extensions of vLLM"),
-    "routed_experts_prompt_start": KnownField(_VLLM, (None, 0)),
+    "routed_experts_prompt_start": KnownField(
+        _VLLM, **_built("choices have the experts of the tokens from this one on, if the model has experts", 1)
+    ),
     "return_hidden_states": KnownField(_SGLANG, (None, False)),
-    "return_routed_experts": KnownField(_SGLANG, (None, False)),
-    "routed_experts_start_len": KnownField(_SGLANG, (None, 0)),
+    "return_routed_experts": KnownField(
+        _SGLANG, (None, False), **_built("choices have the experts of their tokens, if the model has experts")
+    ),
+    "routed_experts_start_len": KnownField(_SGLANG, (None, 0), instead="routed_experts_prompt_start is its name here"),
     "return_cached_tokens_details": KnownField(
         _SGLANG, (None, False), instead="usage.prompt_tokens_details always has them"
     ),

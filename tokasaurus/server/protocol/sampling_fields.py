@@ -258,6 +258,9 @@ class SamplingFields(SamplingNumbers):
     return_token_ids (vLLM's extension): return the token ids of prompts and choices.
     prompt_logprobs (vLLM's extension): return log-probabilities of the prompt's tokens and of this many most likely
     tokens at each position.
+    return_routed_experts (SGLang's; the answer is vLLM's): each choice, in a stream its last chunk, has routed_experts:
+    base64 of a NumPy file [tokens, layers, experts], uint8 or uint16, of all tokens but the last.
+    routed_experts_prompt_start (vLLM's): the same from this token on.
     response_format, structured_outputs and guided_* (the last two are vLLM's): the format of the text, see
     grammar_fields.
 
@@ -291,6 +294,8 @@ class SamplingFields(SamplingNumbers):
     return_token_ids: Annotated[bool, NullMeans(False)] = False
     return_tokens_as_token_ids: Annotated[bool, NullMeans(False)] = False
     prompt_logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
+    return_routed_experts: Annotated[bool, NullMeans(False)] = False
+    routed_experts_prompt_start: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
     allowed_token_ids: AllowedTokenIds = None
     bad_words: BadWords = ()
     skip_special_tokens: Annotated[bool, NullMeans(True)] = True

@@ -37,7 +37,7 @@ from tokasaurus.server.respond.choice import (
     weight_spans,
 )
 from tokasaurus.server.respond.logprobs import build_chat_logprobs, build_completion_logprobs
-from tokasaurus.server.respond.whole import build_echo, token_names
+from tokasaurus.server.respond.whole import build_echo, token_names, write_experts
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.json_lines import write_json
 
@@ -109,13 +109,13 @@ class AnswerStream(AnswerEvents):
         usage = self._usage.usage() if self._options.continuous_usage_stats else None
         events: list[bytes] = []
         shows_ids = self._prepared.return_token_ids
-        for index, delta, spans in added:
+        for index, delta, last_fields in added:
             has_text = delta.text != "" or delta.has_reasoning
             if has_text or delta.logprobs or delta.finish_reason is not None or (shows_ids and delta.token_ids):
                 choices = self._chunk_choices(index, delta)
-                events += [self._event([choice], usage) for choice in (choices if spans is None else choices[:-1])]
-                if spans is not None:
-                    events.append(self._last_event(choices[-1], spans, usage))
+                events += [self._event([choice], usage) for choice in (choices[:-1] if last_fields else choices)]
+                if last_fields:
+                    events.append(self._last_event(choices[-1], last_fields, usage))
         if not events:
             return b""
         return self.first_events(self.num_unsent_first) + b"".join(events)
@@ -148,8 +148,9 @@ class AnswerStream(AnswerEvents):
         """The deltas to process now: these, except any that must wait, and earlier ones whose wait is over."""
         return deltas
 
-    def _add(self, request_index: int, delta: SequenceDelta) -> tuple[ChoiceDelta, list[WeightSpan] | None]:
-        """What the delta adds to its choice; if it is the last and with the flag rl, also the weights of all tokens."""
+    def _add(self, request_index: int, delta: SequenceDelta) -> tuple[ChoiceDelta, dict[str, Any]]:
+        """What the delta adds to its choice; if it is the last, also what the choice has further: with the flag rl, the
+        weights of all tokens, and experts if they are asked for."""
         self._usage.add(request_index, delta.sequence_index, delta)
         key = (request_index, delta.sequence_index)
         choice = self._choices.pop(key, None)
@@ -157,11 +158,13 @@ class AnswerStream(AnswerEvents):
             choice = Choice(self._prepared.requests[request_index], self._prepared, self._model)
         if delta.finish_reason is None:
             self._choices[key] = choice
-        added, spans = choice.add(delta), None
+        added, last_fields = choice.add(delta), dict[str, Any]()
         self._usage.add_reasoning(added.num_reasoning_tokens)
         if delta.finish_reason is not None and self._model.rl:
-            spans = weight_spans(delta.weight_versions, choice.num_tokens)
-        return added, spans
+            last_fields["weight_versions"] = weight_spans(delta.weight_versions, choice.num_tokens)
+        if delta.finish_reason is not None and self._prepared.experts_from is not None:
+            last_fields["routed_experts"] = write_experts(delta.experts, self._prepared.experts_from)
+        return added, last_fields
 
     def _choice_index(self, request_index: int, delta: SequenceDelta) -> int:
         # All requests of a body have the same n.
@@ -175,10 +178,11 @@ class AnswerStream(AnswerEvents):
             chunk["usage"] = usage
         return b"data: %b\n\n" % write_json(chunk)
 
-    def _last_event(self, choice: ChunkChoice, spans: list[WeightSpan], usage: Usage | None) -> bytes:
-        """The last chunk of a choice, with the weights that its tokens are from."""
-        shown = {field.name: getattr(choice, field.name) for field in fields(choice)} | {"weight_versions": spans}
-        return self._event([shown], usage, {"weight_version": spans[-1].version})
+    def _last_event(self, choice: ChunkChoice, last_fields: dict[str, Any], usage: Usage | None) -> bytes:
+        """The last chunk of a choice, with further fields."""
+        shown = {field.name: getattr(choice, field.name) for field in fields(choice)} | last_fields
+        spans: list[WeightSpan] = last_fields.get("weight_versions", [])
+        return self._event([shown], usage, {"weight_version": spans[-1].version} if spans else {})
 
     def _num_first_choices(self) -> int:
         """Number of choices that are sent before any text, each in a chunk of its own."""

@@ -1,12 +1,16 @@
 """Finished sequences → OpenAI's completion objects. Plain functions that detokenize; no server."""
 
+import base64
+import io
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import orjson
 
+from tokasaurus.messages.forward import RoutedExperts
 from tokasaurus.messages.generation import PromptLogprobs
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
@@ -144,17 +148,23 @@ class WholeAnswer(Protocol):
     def usage(self) -> Usage: ...
 
 
-def write_answer(answer: WholeAnswer, results: Sequence[Sequence[FinishedSequence]] | None = None) -> bytes:
+def write_answer(
+    answer: WholeAnswer,
+    results: Sequence[Sequence[FinishedSequence]] = (),
+    names_weights: bool = False,
+    experts_from: int | None = None,
+) -> bytes:
     """The answer as JSON, which prompt logprobs may make hundreds of megabytes large.
 
-    results: of choices that also name the weights that their tokens are from.
+    results: of its choices. names_weights: choices name the weights that their tokens are from. experts_from: as of
+    Prepared.
 
     Serialised in parts, since each dumps() call holds the GIL, which blocks the event loop; join() releases it.
     """
     parts: list[bytes] = []
-    sequences = None if results is None else [sequence for row in results for sequence in row]
+    sequences = [sequence for row in results for sequence in row]
     for field in fields(answer):
-        if field.name == "choices" and sequences is not None:
+        if field.name == "choices" and names_weights:
             parts += [b"," if parts else b"{", b'"weight_version":', orjson.dumps(newest_version(sequences))]
         parts += [b"," if parts else b"{", orjson.dumps(field.name), b":"]
         if field.name != "choices":
@@ -162,15 +172,29 @@ def write_answer(answer: WholeAnswer, results: Sequence[Sequence[FinishedSequenc
             continue
         choices: Sequence[WholeChoice] = getattr(answer, field.name)
         for index, choice in enumerate(choices):
-            extra = {} if sequences is None else _weight_fields(sequences[index])
+            extra = choice_fields(sequences[index], names_weights, experts_from) if sequences else {}
             parts += [b"," if index else b"[", _write_choice(choice, extra)]
         parts.append(b"]")
     return b"".join([*parts, b"}"])
 
 
-def _weight_fields(sequence: FinishedSequence) -> dict[str, object]:
-    """What a choice has with the flag rl."""
-    return {"weight_versions": weight_spans(sequence.weight_versions, len(sequence.token_ids))}
+def choice_fields(sequence: FinishedSequence, names_weights: bool, experts_from: int | None) -> dict[str, object]:
+    """What a choice has further. Arguments as of write_answer."""
+    found: dict[str, object] = {}
+    if names_weights:
+        found["weight_versions"] = weight_spans(sequence.weight_versions, len(sequence.token_ids))
+    if experts_from is not None:
+        found["routed_experts"] = write_experts(sequence.experts, experts_from)
+    return found
+
+
+def write_experts(experts: RoutedExperts | None, first: int) -> str | None:
+    """Those of the tokens from `first` on, as vLLM writes them: base64 of a file of NumPy."""
+    if experts is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, experts[first:])
+    return base64.b64encode(file.getbuffer()).decode()
 
 
 class WholeChoice(Protocol):

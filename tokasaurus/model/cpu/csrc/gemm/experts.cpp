@@ -155,9 +155,11 @@ class Part {
     scratch(memory_.places, num_pairs_);
   }
 
-  void run(const Norm& norm, const Element* x, const Choices* given, Element* out) {
+  // recorded: gets the router's choices, or null.
+  void run(const Norm& norm, const Element* x, const Choices* given, int32_t* recorded, Element* out) {
     if (norm.kind != kNoNorm) x = normalized(norm, x);
     if (given == nullptr) route(x);
+    if (recorded != nullptr) std::copy_n(memory_.chosen.data(), num_pairs_, recorded);
     const int64_t* const chosen = given == nullptr ? memory_.chosen.data() : given->experts;
     sort(chosen);
     gather(x);
@@ -272,8 +274,10 @@ void run_experts(const Experts& experts, const Norm& norm, const Activation<Weig
   for (int64_t first = 0; first < num_rows; first += step) {
     Choices own{};
     if (given != nullptr) own = {given->experts + first * num_chosen, given->weights + first * num_chosen};
+    int32_t* const recorded =
+        given != nullptr || experts.recorded == nullptr ? nullptr : experts.recorded + first * num_chosen;
     Part<Weight>(experts, std::min(step, num_rows - first))
-        .run(norm, x + first * size, given == nullptr ? nullptr : &own, out + first * size);
+        .run(norm, x + first * size, given == nullptr ? nullptr : &own, recorded, out + first * size);
   }
 }
 

@@ -25,6 +25,7 @@ struct Experts {
   double jitter;                              // with kSparseMixer, half of the relative distance of logits to leave out
   PackedWeights shared_gate_up, shared_down;  // of an expert of all rows; panels of null: there is none
   int64_t gates_shared;                       // its output is multiplied by the sigmoid of the router's last output
+  int32_t* recorded;                          // [num_rows, num_chosen] of a call: gets the router's choices; or null
 };
 
 // Experts of rows that Python has chosen.
