@@ -1,4 +1,4 @@
-"""What the start of a model of transformers' class says of its weights: which stay plain."""
+"""What the start of a model of transformers' class says of its weights: which stay plain; what it does besides."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +14,10 @@ from tests.model.by_transformers.helpers.tiny_classes import save_tiny_model, ti
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused, PhaseDone
+from tokasaurus.model.cpu.experts import PackedExperts
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker import entry
 from tokasaurus.model.worker.entry import load_worker
 from tokasaurus.model.worker.self_check import Checks
 from tokasaurus.model.worker.start import PhaseLog
@@ -28,6 +30,21 @@ def weights_line(directory: Path, *flags: str) -> str:
     config = ServerConfig.parse(["device=cpu", "dtype=float32", "kv_cache_num_tokens=1024", *flags])
     load_worker(config, resolve_checkpoint(str(directory)), Mesh(), 0, PhaseLog(reports.append))
     return next(report.detail for report in reports if report.phase == "weights")
+
+
+def test_experts_take_their_memory_before_the_kv_cache_is_sized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, calls = tiny_config("mixtral"), list[object]()
+    save_tiny_model(tmp_path, config)
+    save_byte_tokenizer(tmp_path)
+    monkeypatch.setattr(PackedExperts, "reserve", lambda _, *sizes: calls.append(sizes))
+    own = entry.size_kv_cache
+    monkeypatch.setattr(entry, "size_kv_cache", lambda *args, **options: calls.append("size") or own(*args, **options))
+    flags = ServerConfig.parse(["device=cpu", "dtype=float32", "max_tokens_per_forward=64", "kv_cache_num_tokens=1024"])
+    checkpoint = resolve_checkpoint(str(tmp_path), impl="transformers")
+    entry.start_worker(flags, checkpoint, Mesh(), 0, lambda _: None)
+    assert calls == [*[(64, config.num_experts_per_tok)] * config.num_hidden_layers, "size"]
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -361,6 +361,8 @@ def apply_updates(start: Start) -> str:
 def allocate_kv_cache(start: Start) -> str:
     """As many blocks as fit on every rank. Leaves no graph sizes if their memory cannot be measured."""
     config, backend, memory = start.config, start.backend, start.memory
+    if memory.forward_bound is None:  # which counts what experts keep
+        start.model.reserve_experts(start.limits.max_tokens)
     start.slots.rules.allocate(config.page_size)  # the padding block: the first forwards write to no other
     plan = size_kv_cache(
         *(config, start.info.num_layers, start.shape, backend, memory),
@@ -393,8 +395,6 @@ def warm_up_all(start: Start) -> str:
     forward = start.memory.forward_bound
     if forward is not None:
         reserve(forward, start.model, start.limits)
-    else:
-        start.model.reserve_experts(start.limits.max_tokens)
     if start.least(int(forward is not None)):
         show = partial(start.log.show_amount, "forwards")
         start.times = warm_up_small(start.runner, start.limits, start.config.page_size, show)
