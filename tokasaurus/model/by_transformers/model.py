@@ -194,7 +194,7 @@ class TransformersModel(Model):
     def end_packing(self) -> None:
         """All but the packed weights computes in the dtype of activations."""
         if self._compiler is not None:
-            self._compiled = self._compiler.compile(self._in_class)
+            self._compiled = self._compiler.compile(self._with_related_sizes)
         for module in self.modules():
             for parameter in () if isinstance(module, PackedLinear) else module.parameters(recurse=False):
                 if parameter.dtype == self._dtype:
@@ -220,14 +220,15 @@ class TransformersModel(Model):
         with attending(attends):  # checks give hidden states to the first stage, too: they need no other function
             return self._compiled(token_ids, self.embed(token_ids) if hidden is None else hidden, positions)
 
-    def _in_class(
-        self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor, attends: Attends = _as_operation
-    ) -> Tensor:
-        """As `forward`: all that is compiled."""
-        # As in run_layers: the compiler does not relate sizes by itself, and 32 bits suffice.
-        for given in (token_ids, *(() if hidden is None else (hidden,))):
+    def _with_related_sizes(self, token_ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """As `forward`, to be compiled: as in run_layers, the compiler does not relate sizes by itself."""
+        for given in (token_ids, hidden):
             torch._check(given.shape[0] == positions.shape[0])  # type: ignore[no-untyped-call]
         torch._check(positions.shape[0] <= MAX_COMPILED_TOKENS)  # type: ignore[no-untyped-call]
+        return self._in_class(token_ids, hidden, positions, _as_operation)
+
+    def _in_class(self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor, attends: Attends) -> Tensor:
+        """As `forward`."""
         mask = positions.new_ones((1, 1, 1, 1), dtype=torch.bool)  # with four dimensions, transformers makes no other
         with answering(partial(self._answer, attends)):
             return self.run(token_ids, hidden, position_ids=positions[None], attention_mask=mask)
