@@ -20,7 +20,7 @@ from tokasaurus.inherited import python_command
 
 _PROBE = "tokasaurus.model.by_transformers.probe"
 _MAX_SECONDS = 300
-_VERSION = 5
+_VERSION = 6
 """Part of the cache key: increase it when the probe finds more, or something else."""
 
 

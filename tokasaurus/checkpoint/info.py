@@ -39,6 +39,9 @@ class ClassFacts:
     num_embedding: int
     num_head: int
     """Of an LM head, without weights that are the embedding."""
+    widest_row: int
+    """Most numbers that its layers have in memory at once for each token, on one rank; of float32, each counts as two
+    of the model's dtype."""
     settings: str
     """A digest of config.json, but for what says nothing of the computation: two models with the same compute alike."""
 
@@ -219,7 +222,8 @@ def _of_class(path: Path, config: Mapping[str, Any], generation: Mapping[str, An
         dtype=_parse_dtype(config),
         quantization=quantization_beside(path.parent) if quantization is None else quantization,
         of_class=ClassFacts(
-            tuple(map(tuple, facts["counts"])), facts["num_embedding"], facts["num_head"], facts["settings"]
+            counts=tuple(map(tuple, facts["counts"])),
+            **{name: facts[name] for name in ("num_embedding", "num_head", "widest_row", "settings")},
         ),
     )
 

@@ -1,11 +1,14 @@
 """What a server does with a model that transformers' class computes, for mixed experts and for a model with sinks."""
 
+from itertools import accumulate
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from tests.model.by_transformers.helpers.every_class import load_class
@@ -15,6 +18,7 @@ from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.rounding import rounded
 from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
 from tokasaurus.checkpoint import read_model_info
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.commands import UpdateWeights
 from tokasaurus.model.by_transformers.model import TransformersModel
 from tokasaurus.model.cpu.bindings import load_kernels
@@ -22,7 +26,9 @@ from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS
 from tokasaurus.model.decoder.parameters import num_parameters
 from tokasaurus.model.decoder.quantize import Packing
 from tokasaurus.model.decoder.weights import FilledModules, fill_randomly, load_weights
+from tokasaurus.model.execution.executors import OwnLayers
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker.memory_plan import FORWARD, GRAPHS, plan_worker, sizes_of
 from tokasaurus.model.worker.weight_update import WeightUpdates
 
 FAMILIES = pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "opt"])
@@ -37,6 +43,12 @@ def test_new_weights_replace_the_old_ones(packed: bool, family: str, tmp_path: P
     updates = WeightUpdates(model, info, tmp_path / "old", Mesh(), CPU)
     assert updates.apply(UpdateWeights(0, str(tmp_path / "new"), "1")) == ""
     assert_next_token(model, info, oracle)
+
+
+def test_a_forward_of_more_tokens_than_are_compiled(tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, tiny_config("mixtral"))
+    with patch("tokasaurus.model.by_transformers.model.MAX_COMPILED_TOKENS", len(PROMPT) - 1):
+        assert_next_token(*load_class(tmp_path), oracle)
 
 
 @FAMILIES
@@ -100,6 +112,30 @@ def test_the_plan_counts_the_parameters_of_a_rank(sizes: tuple[int, int], family
         model = TransformersModel(info, mesh, torch.float32, tmp_path)
         num_found = sum(parameter.numel() for parameter in model.parameters())
         assert num_parameters(info, mesh) == pytest.approx(num_found, abs=100), mesh
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "opt", "deepseek_v3"])
+def test_the_plan_counts_what_layers_have_in_memory_at_once(family: str, tmp_path: Path) -> None:
+    """Beside what torch's profiler counts."""
+    save_tiny_model(tmp_path, tiny_config(family))
+    model, info = load_class(tmp_path, packed=False)
+    token_ids = torch.randint(VOCAB_SIZE, (250,), generator=torch.Generator().manual_seed(0))
+    arguments = token_ids, None, torch.arange(250), OwnLayers(), lambda query, *_: torch.empty_like(query)
+    with torch.inference_mode():
+        model(*arguments)  # torch's first products allocate more
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            model(*arguments)
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    events = [each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+    in_use = accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns()))
+    assert info.of_class is not None
+    widest_row = info.of_class.widest_row
+    assert 0.9 < max(in_use) / (len(token_ids) * widest_row * 4) <= 1
+    plan = plan_worker(info, Mesh(), sizes_of(ServerConfig(), info, 1 << 30, "float32", "float32"))
+    reasons = {part.name: part.reason for part in plan.parts}
+    for name in (FORWARD, GRAPHS):
+        assert f" tokens x {widest_row:,} x 4 B" in reasons[name]
 
 
 @FAMILIES

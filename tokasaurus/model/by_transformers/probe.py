@@ -7,6 +7,7 @@ import json
 import re
 import resource
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tokasaurus.checkpoint.rope import MAX_CONTEXT
@@ -77,7 +80,11 @@ def facts_of(path: Path) -> dict[str, Any]:
         raise Unfit("rope_type longrope depends on the longest sequence of a batch")
     if model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules()):
         raise Unfit(f"{class_name} keeps a state beside keys and values")
-    layers, length = _layers(model), getattr(config, "max_position_embeddings", None)
+    try:
+        layers, widest_row = _layers(model), _widest_row(model)
+    except (RuntimeError, TypeError, NotImplementedError, AttributeError, KeyError, ValueError) as error:
+        raise Unfit(f"{class_name} does not run without weights: {first_line(error)}") from error
+    length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or not 0 < length <= MAX_CONTEXT:
         raise Unfit(f"max_position_embeddings {length} is not from 1 to {MAX_CONTEXT:,}")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -90,6 +97,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         "context_length": length,
         "width": max((max(each.in_features, each.out_features) for each in linears), default=config.hidden_size),
         "settings": hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        "widest_row": widest_row,
         "counts": _counts(model, len(layers)),
         "num_embedding": embedding.weight.numel(),
         "num_head": sum(each.numel() for each in head.parameters() if each is not embedding.weight),
@@ -121,6 +129,50 @@ def _counts(model: PreTrainedModel, num_layers: int) -> list[list[int]]:
             is_divided = styles.get(f"{path}.{name}", Style()).dim is not None
             counts[index][2 * (type(module) is not nn.Linear) + (not is_divided)] += parameter.numel()
     return counts
+
+
+class _MemoryInUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that operations make, for as long as they live."""
+
+    num_bytes = most_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        given = _storages((args, kwargs))
+        for address, storage in _storages(output).items():
+            if address not in given:
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+        return output
+
+    def _add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.most_bytes = max(self.most_bytes, self.num_bytes)
+
+
+def _storages(tensors: Any) -> dict[int, torch.UntypedStorage]:
+    """By address."""
+    found = [each.untyped_storage() for each in tree_leaves(tensors) if isinstance(each, Tensor)]
+    return {storage._cdata: storage for storage in found}
+
+
+@torch.inference_mode()
+def _widest_row(model: PreTrainedModel) -> int:
+    """As ClassFacts.widest_row."""
+
+    def answer(_module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+        # TransformersModel has copies of all three in heads of one size, and two results.
+        num_heads, value_dim = query.shape[1], value.shape[-1]
+        size = 3 * num_heads + 2 * key.shape[1], max(query.shape[-1], value_dim)
+        return value.new_empty((1, NUM_TOKENS, *size))[:, :, :num_heads, :value_dim]
+
+    memory = _MemoryInUse()  # type: ignore[no-untyped-call]
+    with torch.device("meta"), answering(answer):
+        token_ids, mask = torch.zeros((1, NUM_TOKENS), dtype=torch.int64), torch.ones((1, 1, 1, 1)).bool()
+        positions = torch.arange(NUM_TOKENS)[None]
+        with memory:
+            model.base_model(input_ids=token_ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    return memory.most_bytes // (NUM_TOKENS * torch.bfloat16.itemsize)
 
 
 class Call(NamedTuple):
@@ -168,10 +220,7 @@ def calls_of(run: Callable[[Tensor, Tensor], Any]) -> dict[nn.Module, Call]:
 def _layers(model: PreTrainedModel) -> list[dict[str, Any]]:
     """The fields of AttentionSpec of each layer, with the heads that a KV cache has for all of them. Raises Unfit."""
     layers, parameters, name = list[dict[str, Any]](), {*model.parameters()}, type(model).__name__
-    try:
-        calls = calls_of(lambda ids, at: model.base_model(input_ids=ids[None], position_ids=at[None], use_cache=False))
-    except (RuntimeError, TypeError, NotImplementedError, AttributeError, KeyError, ValueError) as error:
-        raise Unfit(f"{name} does not run without weights: {first_line(error)}") from error
+    calls = calls_of(lambda ids, at: model.base_model(input_ids=ids[None], position_ids=at[None], use_cache=False))
     for module, (query, key, value, mask, options) in calls.items():
         caller, num_heads, sinks = type(module).__name__, query.shape[1], options.get("s_aux")
         for option, given in options.items():

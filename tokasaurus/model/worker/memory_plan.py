@@ -279,6 +279,8 @@ class _Rank:
     def widest_row(self) -> int:
         """Most numbers that a layer has in memory for each token. Layers run one after another in the same memory."""
         info, shape = self.info, self.shape
+        if info.of_class is not None:
+            return info.of_class.widest_row
         query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         attention_row = 2 * info.hidden_size + 2 * (query + 2 * kv) + query
         # Of experts, a token has several rows of outputs: as they are, and twice in float32.
