@@ -160,6 +160,35 @@ def test_a_quantised_model_gives_the_tokens_of_the_weights_that_it_means(
     assert dequantised == {"I4_32 in the order of activations" if kind is None else kind: 14}
 
 
+@few(
+    2,
+    ("family", "how"),
+    [
+        ("qwen3_moe", Format("awq")),
+        ("mixtral", Format("gptq", group_size=64)),
+        ("qwen3_moe", Format("pack-quantized", group_size=128)),
+        ("qwen3_moe", Format("int-quantized", num_bits=8, group_size=None, is_symmetric=True)),
+        ("mixtral", Format("gptq", has_order=True)),
+    ],
+    ids=lambda value: named(value) if isinstance(value, Format) else str(value),
+)
+def test_each_expert_may_be_quantised_by_itself(family: str, how: Format, tmp_path: Path) -> None:
+    oracle = save_quantised_model(tmp_path, family, how)
+    assert_equals_oracle(tmp_path, oracle, "torch", seed=3)
+    assert_equals_oracle(tmp_path, oracle, "cpu", seed=4)
+    kept, _ = load(tmp_path, packed=True)
+    kind = block_type(how)
+    assert kept.block_types == ([] if kind is None else [kind])
+    assert kept.packed_layers is not None
+    experts = [layer.mlp for layer in kept.decoder_layers()]
+    assert all(each.gate_up.experts.has_blocks == each.down.experts.has_blocks == bool(kind) for each in experts)
+    logits, _ = run_stages(tmp_path, torch.arange(20), pp_size=2)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, oracle(torch.arange(20)[None]).logits[0], rtol=1e-4, atol=1e-4)
+    rank, _ = load(tmp_path, Mesh(tp_rank=1, tp_size=2), packed=True)
+    assert bool(rank.block_types) == bool(kind)
+
+
 def test_experts_of_mxfp4_give_the_tokens_of_the_weights_that_they_mean(tmp_path: Path) -> None:
     oracle = save_gpt_oss(tmp_path)
     assert_equals_oracle(tmp_path, oracle, "torch", seed=3)

@@ -1,5 +1,6 @@
 """Plain checkpoints quantised at load, against transformers with weights and activations rounded in the same way."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, family_config, save_random_model
+from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, family_config, option_config, save_random_model
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
 from tests.model.helpers.rounding import rounded
 from tokasaurus.checkpoint import ModelInfo, resolve_checkpoint
@@ -92,6 +93,41 @@ def test_an_updated_quantised_model_computes_what_a_loaded_one_does(
         assert updates.apply(UpdateWeights(0, str(directory), "1", is_partial=False)) == ""
         assert torch.equal(logits_of(model, info), logits_of(*load_quantised(directory, packing, choice)))
     assert torch.equal(logits_of(model, info), before)
+
+
+def forward_rounded(
+    module: nn.Module, is_int8: bool, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Of transformers' experts, each token by itself, with inputs rounded as round_inputs does."""
+    rows = []
+    for token, experts, weights in zip(hidden, top_k_index.tolist(), top_k_weights, strict=True):
+        row = torch.zeros_like(token)
+        for expert, weight in zip(experts, weights, strict=True):
+            x = round_inputs(module, (token[None],)) if is_int8 else token[None]
+            gate, up = nn.functional.linear(x, module.gate_up_proj[expert]).chunk(2, -1)  # type: ignore[index]
+            inner = nn.functional.silu(gate) * up
+            inner = round_inputs(module, (inner,)) if is_int8 else inner
+            row += weight * nn.functional.linear(inner, module.down_proj[expert])[0]  # type: ignore[index]
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("made", "is_int8"), [("int8", False), ("int8", True), ("int4", False)])
+def test_experts_are_rounded_and_routers_are_not(made: str, is_int8: bool, tmp_path: Path) -> None:
+    oracle = save_random_model(tmp_path, option_config("qwen3_moe", 0, moe_intermediate_size=128))
+    model, info = load_quantised(tmp_path, Packing(made, is_int8))
+    assert model.packed_layers is not None
+    assert all(layer.mlp.gate_up.experts.has_blocks for layer in model.decoder_layers())
+    found = logits_of(model, info)
+    with torch.no_grad():
+        for name, module in oracle.named_modules():
+            if name.endswith("mlp.experts"):
+                for weights in (module.gate_up_proj, module.down_proj):
+                    weights.copy_(rounded(weights.flatten(0, 1), made).view_as(weights))
+                module.forward = partial(forward_rounded, module, is_int8)
+    expected = oracle_logits(oracle, made, is_int8)
+    tolerance = 0.03 if is_int8 else 1e-5
+    assert float((found - expected).norm() / expected.norm()) < tolerance
 
 
 def test_sizes_that_are_no_multiple_of_a_group_are_refused(tmp_path: Path) -> None:
