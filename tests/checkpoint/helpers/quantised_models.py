@@ -50,7 +50,8 @@ def save_quantised_model(
 
 def _weight_of(model: PreTrainedModel, name: str) -> torch.Tensor:
     """What the model has of a weight of the checkpoint: in its class, experts are together, gates before ups."""
-    found, meant = _EXPERT.search(name), dict[str, torch.Tensor](model.state_dict())
+    meant: dict[str, torch.Tensor] = model.state_dict()
+    found = _EXPERT.search(name)
     if found is None:
         return meant[name]
     layer, expert, which = found.groups()
