@@ -68,6 +68,11 @@ def test_each_type_of_blocks_equals_its_dequantised_weights(
     check(kernels, [random_block_rows(block_type, 77, num_blocks)], dtype)  # not a multiple of a panel
 
 
+@pytest.mark.parametrize(("block_type", "num_blocks"), [("Q4_1", 66), ("Q8_0", 200), ("Q4_K", 17), ("Q6_K", 9)])
+def test_more_inputs_than_are_multiplied_at_a_time(kernels: LayerKernels, block_type: str, num_blocks: int) -> None:
+    check(kernels, [random_block_rows(block_type, 77, num_blocks)], torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_layers_of_several_types_with_a_bias(kernels: LayerKernels, dtype: torch.dtype) -> None:
     parts = [random_block_rows(kind, 64, 1, seed) for seed, kind in enumerate(["Q4_K", "Q4_K", "Q6_K"])]

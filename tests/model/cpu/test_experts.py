@@ -38,10 +38,11 @@ def assert_equals_each_alone(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_weights(kernels: LayerKernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("size", "width"), [(98, 74), (2080, 64), (64, 2112)])
+def test_plain_weights(kernels: LayerKernels, size: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    gate_up = [torch.randn(2 * 74, 98).to(dtype) for _ in range(NUM_EXPERTS)]
-    assert_equals_each_alone(kernels, gate_up, [torch.randn(98, 74).to(dtype) for _ in range(NUM_EXPERTS)])
+    gate_up = [torch.randn(2 * width, size).to(dtype) for _ in range(NUM_EXPERTS)]
+    assert_equals_each_alone(kernels, gate_up, [torch.randn(size, width).to(dtype) for _ in range(NUM_EXPERTS)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ NUM_ROWS = [1, 2, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 70]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("in_size", [6, 32, 94, 160])
+@pytest.mark.parametrize("in_size", [6, 32, 94, 160, 4128])  # the last: in parts
 def test_a_row_is_the_sum_of_products_whatever_the_number_of_rows(
     kernels: LayerKernels, in_size: int, dtype: torch.dtype
 ) -> None:
@@ -23,3 +23,12 @@ def test_a_row_is_the_sum_of_products_whatever_the_number_of_rows(
     assert together[-1].isnan().all()
     for num_rows in NUM_ROWS:
         assert torch.equal(packed.multiply(x[:num_rows]), together[:num_rows])
+
+
+def test_of_many_rows_and_inputs_each_is_as_alone(kernels: LayerKernels) -> None:
+    """More rows than are in tiles at a time, and more inputs than are multiplied at a time."""
+    packed = PackedWeights(kernels, random_rows(45, 2080, torch.bfloat16), None)
+    x = random_rows(2101, 2080, packed.activation_dtype)
+    together = packed.multiply(x)
+    for rows in (slice(0, 1), slice(2040, 2060), slice(2095, 2101)):
+        assert torch.equal(packed.multiply(x[rows]), together[rows])

@@ -68,6 +68,9 @@ _INDEX = 8
 _INT8_BYTES_PER_INPUT = 3.625
 """Int8Rows of int8_tile.h: a code of 8 bits, perhaps another of 16 bits, and the rest for scales and sums."""
 
+_PART_INPUTS, _TILE_ROWS, _MAX_TILED_ROWS, _PART_SUMS_BYTES = 2048, 32, 2048, 256 * 1024
+"""gemm.cpp: of more inputs, so many rows are kept, in tiles, and each thread keeps sums of so many bytes."""
+
 _SUM_BYTES_PER_INPUT = _FLOAT * (1 / 32 + 1 / 64 + 1 / 128)
 """Of group_sums of gemm.cpp: a float32 for groups of each size."""
 
@@ -461,6 +464,7 @@ def largest_forward(
     # float32, the shared expert's activations, and what the router gives.
     widest = max(info.intermediate_size, query_size, info.hidden_size)
     of_experts, widest_rows, in_planes = 0, num_tokens * widest, _planes_bytes(num_tokens, 1, widest)
+    tiled = 0
     for mlp in {layer.mlp for layer in layers}:
         if isinstance(mlp, ExpertsSpec):
             rows = min(num_tokens * mlp.num_rows, MAX_ROWS)
@@ -472,7 +476,11 @@ def largest_forward(
             widest_input = max(info.hidden_size, mlp.expert.width)
             widest_rows = max(widest_rows, rows * widest_input)
             in_planes = max(in_planes, _planes_bytes(rows, mlp.router.num_experts, widest_input))
+            if widest_input > _PART_INPUTS:
+                tiled = max(tiled, (rows + _TILE_ROWS * mlp.router.num_experts) * widest_input)
     panel_bytes = _MAX_PANEL * _FLOAT  # for each input
+    if widest > _PART_INPUTS:
+        tiled = max(tiled, min(num_tokens + _TILE_ROWS, _MAX_TILED_ROWS) * widest)
     return ForwardMemory(
         kept={
             "layers": num_tokens * layer_row * activation_bytes,
@@ -482,6 +490,7 @@ def largest_forward(
             "quantised activations": int(widest_rows * _INT8_BYTES_PER_INPUT) if is_int8 else 0,
             "sums of groups": int(widest_rows * _SUM_BYTES_PER_INPUT) if has_blocks and not is_int8 else 0,
             "planes": in_planes if has_blocks and not is_int8 else 0,
+            "rows in tiles": tiled * activation_bytes + (num_threads * _PART_SUMS_BYTES if tiled else 0),
             "experts": of_experts,
         },
         passing={

@@ -47,8 +47,8 @@ void find_largest(const float* numbers, int64_t size, int64_t count, int64_t* la
 // Makes the scores [num_experts] of all groups but the best ones too small to be chosen.
 void exclude_groups(const Experts& experts, float* scores) {
   constexpr float kExcluded = -std::numeric_limits<float>::infinity();
-  static thread_local std::vector<float> best_memory;
-  static thread_local std::vector<int64_t> chosen_memory;
+  static thread_local ScratchMemory<float> best_memory;
+  static thread_local ScratchMemory<int64_t> chosen_memory;
   const int64_t size = experts.num_experts / experts.num_groups;
   float* const best = scratch(best_memory, 2 * experts.num_groups);
   for (int64_t group = 0; group < experts.num_groups; ++group) {
@@ -88,7 +88,7 @@ void mix_sparsely(const Experts& experts, const float* logits, float* left, int6
 
 // The experts of a row and their weights [num_chosen], from the router's logits [num_experts].
 void choose(const Experts& experts, const float* logits, int64_t* chosen, float* weights) {
-  static thread_local std::vector<float> memory;
+  static thread_local ScratchMemory<float> memory;
   const int64_t num_experts = experts.num_experts, num_chosen = experts.num_chosen;
   const int64_t padded = (num_experts + kLanes - 1) / kLanes * kLanes;
   float *const padded_logits = scratch(memory, 3 * padded), *const scores = padded_logits + padded,
@@ -120,9 +120,9 @@ void choose(const Experts& experts, const float* logits, int64_t* chosen, float*
 // Memory that is kept between calls.
 template <typename Element>
 struct Memory {
-  std::vector<Element> normed, by_expert, features, shared;
-  std::vector<float> wide, logits, weights;
-  std::vector<int64_t> chosen, starts, places;
+  ScratchMemory<Element> normed, by_expert, features, shared;
+  ScratchMemory<float> wide, logits, weights;
+  ScratchMemory<int64_t> chosen, starts, places;
 
   static Memory& get() {
     static Memory memory;

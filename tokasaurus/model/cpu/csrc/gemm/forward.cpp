@@ -108,8 +108,8 @@ void rotate_and_store_heads(const PackedLayer& layer, const CacheLayer<Stored>& 
 }
 
 template <typename Element>
-std::vector<Element>& layer_scratch() {
-  static std::vector<Element> memory;
+ScratchMemory<Element>& layer_scratch() {
+  static ScratchMemory<Element> memory;
   return memory;
 }
 

@@ -25,6 +25,16 @@ constexpr int64_t kMaxPrefetchingTiles = 8;
 // cache until the next panel; for AMX, that would be too slow, and they stay in the second-level cache.
 constexpr int64_t kRowBlockBytes = TOKA_AMX ? 1 << 20 : 4 << 20;
 
+// Inputs that are multiplied at a time, if there are more. The rows' own of a part, and a panel's, then stay in the
+// second-level cache while the others' pass through it. A multiple of kWidenedInputs.
+constexpr int64_t kPartInputs = 2048;
+
+// Panels of which a thread multiplies one part after the other, so that it reads the rows' part once for all of them.
+constexpr int64_t kPanelsTogether = 8;
+
+// Most rows of which there are tiles.
+constexpr int64_t kMaxTiledRows = 2048;
+
 // Rows that a thread claims at a time for the norm. Fewer rows take less time than waking another thread.
 constexpr int64_t kNormRows = 32;
 
@@ -149,12 +159,31 @@ int64_t group_sums_start(int64_t in_size, int64_t group_inputs) {
   return start;
 }
 
-// sums [rows][kPanel] += rows from `row` on of x times a part of a panel, from input `first` on. groups: of weights
-// that are multiplied as codes, else null.
+// Rows of x that are multiplied by the same weights, as many as stay in the cache.
+struct RowBlock {
+  int64_t group, first, end;
+  int64_t integer_row;  // the first one's number among those that are multiplied in integers; -1: they are not
+  int64_t first_tile;   // the first one's tile, if they are in tiles
+};
+
+// The inputs [first, end) of a panel.
+struct Part {
+  int64_t first, end;
+  float* sums;       // [rows][kPanel], where they are kept until the last part; null if there is one part
+  const char* next;  // what is read after it
+};
+
+// sums [rows][kPanel] += a tile's rows, from `row` on, of x times a part of a panel, from input `first` on. groups: of
+// weights that are multiplied as codes, else null.
 template <typename Weight, typename Widened>
-void multiply_part(Tiles<Widened>& tiles, const Gemm<Weight>& gemm, const Groups* groups, int64_t row, int num_rows,
-                   const Widened* part, int64_t first, int64_t in_size, Prefetches prefetches, float* sums) {
-  const auto* const x = gemm.x + row * gemm.x_stride + first;
+void multiply_part(Tiles<Widened>& tiles, const Gemm<Weight>& gemm, const Groups* groups, const RowBlock& block,
+                   int64_t row, int num_rows, const Widened* part, int64_t first, int64_t in_size,
+                   Prefetches prefetches, float* sums) {
+  constexpr int kRows = Tiles<Widened>::kRows;
+  XRows<Activation<Weight>> x{gemm.x + row * gemm.x_stride + first, gemm.x_stride, nullptr};
+  if (gemm.tiles != nullptr && block.first_tile >= 0)
+    x.tile =
+        gemm.tiles + (block.first_tile + (row - block.first) / kRows) * kRows * gemm.weights.in_size + first * kRows;
   if constexpr (kIsScaledLater<Widened>)
     if (groups != nullptr) {
       const int64_t row_size = group_sums_start(gemm.weights.in_size, 0);
@@ -164,37 +193,40 @@ void multiply_part(Tiles<Widened>& tiles, const Gemm<Weight>& gemm, const Groups
         multiply_rows(std::min(kTileRows, num_rows - i), group_sums + i * row_size, row_size,
                       (const float*)groups->mins, gemm.weights.in_size / groups->inputs, Prefetches{},
                       sums + i * kPanel);
-      return tiles.multiply_scaled(num_rows, x, gemm.x_stride, part, in_size, groups->scales_from(first), sums);
+      return tiles.multiply_scaled(num_rows, x, part, in_size, groups->scales_from(first), sums);
     }
-  tiles.multiply(num_rows, x, gemm.x_stride, part, in_size, prefetches, sums);
+  tiles.multiply(num_rows, x, part, in_size, prefetches, sums);
 }
 
-// Multiplies the rows [first_row, end_row) by one panel, tile by tile. panel_weights: the panel as stored, or widened;
-// groups: as in multiply_part.
+// Multiplies a block by a part of one panel, tile by tile. weights: the part as stored, or widened; groups: as in
+// multiply_part.
 template <typename Weight, typename Widened>
-void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* panel_weights, const Groups* groups,
-                    int64_t first_row, int64_t end_row) {
-  const int64_t in_size = gemm.weights.in_size, num_rows = end_row - first_row;
-  const auto [own, panel_bytes] = stored_panel<Weight>(gemm.weights, panel);
+void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Part& part, const Widened* weights,
+                    const Groups* groups, const RowBlock& block) {
+  const int64_t num_rows = block.end - block.first, part_size = part.end - part.first;
+  const int64_t part_bytes = part_size * kPanel * int64_t(sizeof(Weight));
   constexpr int kRows = Tiles<Widened>::kRows;
   Tiles<Widened> tiles;
   const int64_t num_tiles = (num_rows + kRows - 1) / kRows;
   const int64_t num_prefetching = std::min(num_tiles, kMaxPrefetchingTiles);
   const auto first_of = [&](int64_t tile) {
-    return first_row + (tiles.kAreEven ? num_rows * tile / num_tiles : std::min(tile * kRows, num_rows));
+    return block.first + (tiles.kAreEven ? num_rows * tile / num_tiles : std::min(tile * kRows, num_rows));
   };
-  alignas(64) float sums[kRows * kPanel];
+  alignas(64) float own[kRows * kPanel];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    Prefetches prefetches{own + kStreamAheadBytes, int64_t(kPanel * kPair<Weight> * sizeof(Weight))};
+    Prefetches prefetches{(const char*)weights + kStreamAheadBytes, int64_t(kPanel * kPair<Weight> * sizeof(Weight))};
     if (gemm.weights.blocks != nullptr) {  // what follows is prefetched while the panel is widened
       prefetches.step = 0;
     } else if (num_tiles > 1) {
-      prefetches.next = own + panel_bytes + panel_bytes * tile / num_prefetching;
+      prefetches.next = part.next + part_bytes * tile / num_prefetching;
       prefetches.step = tile < num_prefetching ? prefetches.step / num_prefetching : 0;
     }
     const int64_t begin = first_of(tile), end = first_of(tile + 1);
-    std::fill(sums, sums + (end - begin) * kPanel, 0.0f);
-    multiply_part(tiles, gemm, groups, begin, int(end - begin), panel_weights, 0, in_size, prefetches, sums);
+    float* const sums = part.sums == nullptr ? own : part.sums + (begin - block.first) * kPanel;
+    if (part.first == 0) std::fill(sums, sums + (end - begin) * kPanel, 0.0f);
+    multiply_part(tiles, gemm, groups, block, begin, int(end - begin), weights, part.first, part_size, prefetches,
+                  sums);
+    if (part.end < gemm.weights.in_size) continue;
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
   }
 }
@@ -202,7 +234,7 @@ void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* pane
 // The rows of a single tile times a panel of blocks.
 template <int bits, typename Weight>
 void multiply_blocks(const Gemm<Weight>& gemm, int64_t panel, const uint8_t* codes, const Groups& groups,
-                     int64_t first_row, int64_t end_row) {
+                     const RowBlock& block) {
   const int64_t in_size = gemm.weights.in_size;
   alignas(64) Activation<Weight> widened[kWidenedInputs * kPanel];
   Tiles<Activation<Weight>> tiles;
@@ -210,16 +242,12 @@ void multiply_blocks(const Gemm<Weight>& gemm, int64_t panel, const uint8_t* cod
   for (int64_t first = 0; first < in_size; first += kWidenedInputs) {
     const int64_t count = std::min(kWidenedInputs, in_size - first);
     widen_codes<bits>(codes, groups, first, first + count, widened);
-    multiply_part(tiles, gemm, &groups, first_row, int(end_row - first_row), widened, first, count, Prefetches{}, sums);
+    multiply_part(tiles, gemm, &groups, block, block.first, int(block.end - block.first), widened, first, count,
+                  Prefetches{}, sums);
   }
-  for (int64_t row = first_row; row < end_row; ++row) epilogue(gemm, row, panel, sums + (row - first_row) * kPanel);
+  for (int64_t row = block.first; row < block.end; ++row)
+    epilogue(gemm, row, panel, sums + (row - block.first) * kPanel);
 }
-
-// Rows of x that are multiplied by the same weights, as many as stay in the cache.
-struct RowBlock {
-  int64_t group, first, end;
-  int64_t integer_row;  // the first one's number among those that are multiplied in integers; -1: they are not
-};
 
 // A block times a panel of codes, in integers. planes: of a row.
 template <int planes, int bits, typename Weight>
@@ -259,51 +287,91 @@ bool is_by_codes(const PackedWeights& weights, int64_t num_rows) {
          !is_in_planes(weights, num_rows);
 }
 
-// x: the rows in integers that are multiplied so.
+// Whether num_rows rows are multiplied part by part, and x is in tiles.
 template <typename Weight>
-void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, const RowBlock& block) {
-  const int64_t in_size = gemm.weights.in_size, panel_size = in_size * kPanel;
-  const int64_t first_row = block.first, end_row = block.end;
+bool is_in_parts(const PackedWeights& weights, int64_t num_rows) {
+  return Tiles<Weight>::kAreTiled && num_rows > Tiles<Weight>::kRows / 2 && weights.in_size > kPartInputs &&
+         weights.in_size % 32 == 0 && !weights.is_int8 && !is_in_planes(weights, num_rows);
+}
+
+// A block times a part of a panel. x: the rows in integers that are multiplied so.
+template <typename Weight>
+void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, const Part& part,
+                    const RowBlock& block) {
+  const int64_t in_size = gemm.weights.in_size, part_size = part.end - part.first;
   if (gemm.weights.blocks != nullptr) {
     const uint8_t* const from = (const uint8_t*)stored_panel<Weight>(gemm.weights, panel).start;
     return dispatch_blocks(gemm.weights.blocks[panel].type, [&](auto type) {
       constexpr int bits = FormatOf<type.value>::kBits;
       const PanelSizes<type.value> sizes(in_size);
-      static thread_local std::vector<float> numbers;
+      static thread_local ScratchMemory<float> numbers;
       const Groups groups = read_groups<type.value>(from, in_size, scratch(numbers, 2 * sizes.num_groups * kPanel));
       const uint8_t* const codes = from + sizes.codes;
       if (block.integer_row >= 0 && x.has_planes)
         return multiply_integers<kPlanes, bits>(gemm, x, panel, codes, groups, block);
       if (block.integer_row >= 0) return multiply_integers<1, bits>(gemm, x, panel, codes, groups, block);
-      if (end_row - first_row <= Tiles<Activation<Weight>>::kRows)
-        return multiply_blocks<bits>(gemm, panel, codes, groups, first_row, end_row);
-      static thread_local std::vector<Activation<Weight>> widened;
-      Activation<Weight>* const to = scratch(widened, panel_size);
-      widen_codes<bits>(codes, groups, 0, in_size, to);
-      multiply_tiles(gemm, panel, to, &groups, first_row, end_row);
+      if (part_size == in_size && block.end - block.first <= Tiles<Activation<Weight>>::kRows)
+        return multiply_blocks<bits>(gemm, panel, codes, groups, block);
+      static thread_local ScratchMemory<Activation<Weight>> widened;
+      Activation<Weight>* const to = scratch(widened, part_size * kPanel);
+      widen_codes<bits>(codes, groups, part.first, part.end, to);
+      multiply_tiles(gemm, panel, part, to, &groups, block);
     });
   }
-  const Weight* weights = (const Weight*)gemm.weights.panels + panel * panel_size;
+  const Weight* weights = (const Weight*)gemm.weights.panels + (panel * in_size + part.first) * kPanel;
   if constexpr (std::is_same_v<Activation<Weight>, float> && !std::is_same_v<Weight, float>) {
-    if (end_row - first_row > (kMinTilesToWiden - 1) * kTileRows) {
-      static thread_local std::vector<float> widened;
-      float* to = scratch(widened, panel_size);
-      for (int64_t i = 0; i < panel_size; i += kLanes) store(to + i, load(weights + i));
-      return multiply_tiles(gemm, panel, to, nullptr, first_row, end_row);
+    if (block.end - block.first > (kMinTilesToWiden - 1) * kTileRows) {
+      static thread_local ScratchMemory<float> widened;
+      float* to = scratch(widened, part_size * kPanel);
+      for (int64_t i = 0; i < part_size * kPanel; i += kLanes) store(to + i, load(weights + i));
+      return multiply_tiles(gemm, panel, part, to, nullptr, block);
     }
   }
-  multiply_tiles(gemm, panel, weights, nullptr, first_row, end_row);
+  multiply_tiles(gemm, panel, part, weights, nullptr, block);
+}
+
+// A block times the panels [first, end).
+template <typename Weight>
+void multiply_panels(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t first, int64_t end, const RowBlock& block) {
+  const int64_t in_size = gemm.weights.in_size, num_rows = block.end - block.first;
+  const bool is_whole = gemm.tiles == nullptr || block.first_tile < 0;
+  const auto at = [&](int64_t panel, int64_t input) {
+    return gemm.weights.blocks != nullptr
+               ? nullptr
+               : stored_panel<Weight>(gemm.weights, panel).start + input * kPanel * int64_t(sizeof(Weight));
+  };
+  if (is_whole) {
+    for (int64_t panel = first; panel < end; ++panel)
+      multiply_panel(gemm, x, panel, {0, in_size, nullptr, at(panel + 1, 0)}, block);
+    return;
+  }
+  static thread_local ScratchMemory<float> all_sums;
+  float* const sums = scratch(all_sums, (end - first) * num_rows * kPanel);
+  for (int64_t input = 0, next; input < in_size; input = next) {
+    next = std::min(input + kPartInputs, in_size);
+    for (int64_t panel = first; panel < end; ++panel) {
+      const char* const after = panel + 1 < end ? at(panel + 1, input) : next < in_size ? at(first, next) : at(end, 0);
+      multiply_panel(gemm, x, panel, {input, next, sums + (panel - first) * num_rows * kPanel, after}, block);
+    }
+  }
 }
 
 // Memory for the normalized rows of x.
 template <typename Element>
-std::vector<Element>& norm_scratch() {
-  static std::vector<Element> memory;
+ScratchMemory<Element>& norm_scratch() {
+  static ScratchMemory<Element> memory;
   return memory;
 }
 
-std::vector<float>& group_sums_scratch() {
-  static std::vector<float> memory;
+// Memory for rows of x in tiles.
+template <typename Element>
+ScratchMemory<Element>& tiles_scratch() {
+  static ScratchMemory<Element> memory;
+  return memory;
+}
+
+ScratchMemory<float>& group_sums_scratch() {
+  static ScratchMemory<float> memory;
   return memory;
 }
 
@@ -332,10 +400,10 @@ const float* group_sums(const Gemm<Weight>& gemm) {
 
 // Memory for rows of x in 8 bits or in planes.
 struct Int8Scratch {
-  std::vector<int8_t> codes;
-  std::vector<int16_t> pairs;
-  std::vector<float> scales, sums;
-  std::vector<int32_t> code_sums, half_sums;
+  ScratchMemory<int8_t> codes;
+  ScratchMemory<int16_t> pairs;
+  ScratchMemory<float> scales, sums;
+  ScratchMemory<int32_t> code_sums, half_sums;
 
   Int8Rows reserve(int64_t num_rows, bool has_planes, int64_t in_size) {
     const int64_t num_codes = num_rows * in_size * (has_planes ? kPlanes : 1);
@@ -483,14 +551,19 @@ struct RowBlocks {
   std::vector<int64_t> integer_rows;
   bool has_planes = false, has_codes = false;
 
+  int64_t num_tiles = 0;  // of all blocks that are in tiles
+
   void reserve(int64_t num_rows, int64_t num_groups, int64_t tile_rows) {
     blocks.reserve(num_groups + num_rows / tile_rows);
     integer_rows.reserve(num_rows);
   }
 
+  template <typename Weight>
   void fill(const PackedWeights* weights, int64_t num_groups, const int64_t* starts, int64_t block_rows) {
+    constexpr int kRows = Tiles<Weight>::kRows;
     blocks.clear(), integer_rows.clear();
     has_planes = has_codes = false;
+    num_tiles = 0;
     for (int64_t group = 0; group < num_groups; ++group) {
       const int64_t begin = starts[group], end = starts[group + 1];
       if (begin == end) continue;
@@ -498,9 +571,12 @@ struct RowBlocks {
       const bool in_integers = in_planes || weights[group].is_int8;
       has_planes |= in_planes;
       has_codes |= is_by_codes(weights[group], end - begin);
-      for (int64_t first = begin; first < end; first += block_rows)
+      const bool in_tiles = is_in_parts<Weight>(weights[group], end - begin);
+      for (int64_t first = begin; first < end; first += block_rows) {
         blocks.push_back({group, first, std::min(first + block_rows, end),
-                          in_integers ? int64_t(integer_rows.size()) + first - begin : -1});
+                          in_integers ? int64_t(integer_rows.size()) + first - begin : -1, in_tiles ? num_tiles : -1});
+        if (in_tiles) num_tiles += (blocks.back().end - first + kRows - 1) / kRows;
+      }
       for (int64_t row = begin; in_integers && row < end; ++row) integer_rows.push_back(row);
     }
   }
@@ -509,6 +585,26 @@ struct RowBlocks {
 RowBlocks& row_blocks() {
   static RowBlocks memory;
   return memory;
+}
+
+// The blocks' rows in tiles; null if no block is.
+template <typename Weight>
+const Activation<Weight>* tiled_rows(const Gemm<Weight>& gemm, const RowBlocks& rows, int64_t block_rows) {
+  if constexpr (Tiles<Weight>::kAreTiled) {
+    constexpr int kRows = Tiles<Weight>::kRows;
+    if (rows.num_tiles == 0) return nullptr;
+    const int64_t in_size = gemm.weights.in_size, block_tiles = (block_rows + kRows - 1) / kRows;
+    Activation<Weight>* const tiles = scratch(tiles_scratch<Activation<Weight>>(), rows.num_tiles * kRows * in_size);
+    Team::get().parallel_for(int64_t(rows.blocks.size()) * block_tiles, 1, [&](int64_t item) {
+      const RowBlock& block = rows.blocks[item / block_tiles];
+      const int64_t tile = item % block_tiles, first = block.first + tile * kRows;
+      for (int64_t row = first; block.first_tile >= 0 && row < std::min(first + kRows, block.end); ++row)
+        Tiles<Weight>::tile_row(gemm.x + row * gemm.x_stride, in_size, row - first,
+                                tiles + (block.first_tile + tile) * kRows * in_size);
+    });
+    return tiles;
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -524,11 +620,13 @@ void multiply_groups(const Gemm<Weight>& gemm, const Norm& norm, const PackedWei
   const int64_t num_threads = Team::size();
   // Blocks are smaller if there would otherwise be too few work items for all threads to finish at the same time.
   const int64_t wanted_blocks = (4 * num_threads + num_panels - 1) / num_panels;
-  const int64_t cached_rows = kRowBlockBytes / int64_t(in_size * sizeof(Element));
+  const bool in_parts = is_in_parts<Weight>(gemm.weights, num_rows);
+  const int64_t cached_rows = kRowBlockBytes / int64_t((in_parts ? kPartInputs : in_size) * sizeof(Element));
   constexpr int64_t kRows = Tiles<Weight>::kRows;
   const int64_t wanted_rows = std::min(cached_rows, (num_rows + wanted_blocks - 1) / wanted_blocks);
+  const int64_t block_rows = std::max<int64_t>(1, (wanted_rows + kRows - 1) / kRows) * kRows;
   RowBlocks& rows = row_blocks();
-  rows.fill(weights, num_groups, starts, std::max<int64_t>(1, (wanted_rows + kRows - 1) / kRows) * kRows);
+  rows.fill<Weight>(weights, num_groups, starts, block_rows);
 
   const Element* x = gemm.x;
   int64_t x_stride = gemm.x_stride;
@@ -540,18 +638,26 @@ void multiply_groups(const Gemm<Weight>& gemm, const Norm& norm, const PackedWei
     x = normed;
     x_stride = in_size;
   }
-  const auto with = [&](const PackedWeights& own, const float* sums) {
-    return Gemm<Weight>{own, x, x_stride, num_rows, gemm.residual, gemm.out, gemm.multiplier, gemm.softcap, sums};
+  const float* sums = nullptr;
+  const Element* tiles = nullptr;
+  const auto with = [&](const PackedWeights& own) {
+    return Gemm<Weight>{own,          x,    x_stride, num_rows, gemm.residual, gemm.out, gemm.multiplier,
+                        gemm.softcap, sums, tiles};
   };
   Int8Rows integers{};
   if (!rows.integer_rows.empty())
-    integers = integer_rows(with(gemm.weights, nullptr), rows.has_planes, rows.integer_rows.data(),
-                            int64_t(rows.integer_rows.size()));
-  const float* const sums = rows.has_codes ? group_sums(with(gemm.weights, nullptr)) : nullptr;
+    integers =
+        integer_rows(with(gemm.weights), rows.has_planes, rows.integer_rows.data(), int64_t(rows.integer_rows.size()));
+  if (rows.has_codes) sums = group_sums(with(gemm.weights));
+  tiles = tiled_rows(with(gemm.weights), rows, block_rows);
   // One list of all groups' work, so that threads share it whatever the rows of each.
-  Team::get().parallel_for_ranges(int64_t(rows.blocks.size()) * num_panels, [&](int64_t item) {
-    const RowBlock& block = rows.blocks[item / num_panels];
-    multiply_panel(with(weights[block.group], sums), integers, item % num_panels, block);
+  const int64_t num_blocks = int64_t(rows.blocks.size()), num_shares = 4 * num_threads;
+  const int64_t together = in_parts ? std::clamp<int64_t>(num_blocks * num_panels / num_shares, 1, kPanelsTogether) : 1;
+  const int64_t num_items = (num_panels + together - 1) / together;
+  Team::get().parallel_for_ranges(num_blocks * num_items, [&](int64_t item) {
+    const RowBlock& block = rows.blocks[item / num_items];
+    const int64_t first = item % num_items * together;
+    multiply_panels(with(weights[block.group]), integers, first, std::min(first + together, num_panels), block);
   });
 }
 
@@ -560,8 +666,15 @@ template void multiply_groups(const Gemm<bfloat16>&, const Norm&, const PackedWe
 
 template <typename Weight>
 void multiply(const Gemm<Weight>& gemm, const Norm& norm) {
-  const int64_t starts[] = {0, gemm.num_rows};
-  multiply_groups(gemm, norm, &gemm.weights, 1, starts);
+  const int64_t in_size = gemm.weights.in_size, out_size = gemm.weights.out_size;
+  const int64_t most = is_in_parts<Weight>(gemm.weights, gemm.num_rows) ? kMaxTiledRows : gemm.num_rows;
+  for (int64_t first = 0; first < gemm.num_rows; first += most) {
+    const int64_t starts[] = {0, std::min(most, gemm.num_rows - first)};
+    const auto* const residual = gemm.residual == nullptr ? nullptr : gemm.residual + first * out_size;
+    multiply_groups<Weight>({gemm.weights, gemm.x + first * gemm.x_stride, gemm.x_stride, starts[1], residual,
+                             gemm.out + first * out_size, gemm.multiplier, gemm.softcap},
+                            norm, &gemm.weights, 1, starts);
+  }
 }
 
 template void multiply(const Gemm<float>&, const Norm&);
@@ -581,6 +694,11 @@ void reserve_rows(const PackedWeights& weights, int64_t num_rows, int64_t num_gr
   if (is_in_planes(weights, std::min(num_rows, kMaxPlaneRows)))
     int8_scratch().reserve(std::min(num_rows, num_groups * kMaxPlaneRows), true, weights.in_size);
   if (is_by_codes(weights, num_rows)) scratch(group_sums_scratch(), num_rows * group_sums_start(weights.in_size, 0));
+  if (weights.weight_type == kBfloat16 && is_in_parts<bfloat16>(weights, num_rows)) {
+    const int64_t at_once = num_groups == 1 ? std::min(num_rows, kMaxTiledRows) : num_rows;
+    const int64_t num_tiles = num_groups + at_once / Tiles<bfloat16>::kRows;
+    scratch(tiles_scratch<Activation<bfloat16>>(), num_tiles * Tiles<bfloat16>::kRows * weights.in_size);
+  }
 }
 
 // Number of outputs of a panel.

@@ -2,10 +2,9 @@
 // residual.
 #pragma once
 
-#include <vector>
-
 #include "gemm/gemm_tile.h"
 #include "gemm/norm.h"
+#include "simd/scratch.h"
 
 enum ActivationFunction : int64_t { kIdentity, kSilu, kGelu, kGeluTanh, kRelu2 };  // ACTIVATIONS in bindings.py
 
@@ -44,7 +43,8 @@ struct Gemm {
   Element* out;                       // [num_rows, out_size]; may be the residual
   float multiplier = 1;               // of outputs, before the residual is added
   float softcap = 0;                  // they become softcap * tanh(output / softcap) first; 0: they do not
-  const float* group_sums = nullptr;  // of x; set by `multiply`
+  const float* group_sums = nullptr;  // of x, as below: set by multiply_groups
+  const Element* tiles = nullptr;     // x in tiles, if it is in parts
 };
 
 // norm: applied to x first.
@@ -73,10 +73,3 @@ extern template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 // Allocates and touches the memory for num_rows rows of x in integers, or for their sums, if these weights want them.
 // num_groups: most groups that the rows are in.
 void reserve_rows(const PackedWeights& weights, int64_t num_rows, int64_t num_groups = 1);
-
-// At least `size` elements of `memory`, which is kept between calls and grows as needed.
-template <typename Element>
-Element* scratch(std::vector<Element>& memory, int64_t size) {
-  if (int64_t(memory.size()) < size) memory.resize(size);
-  return memory.data();
-}
