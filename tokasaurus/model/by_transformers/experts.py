@@ -1,22 +1,24 @@
 """The experts of transformers' class: by one product of the CPU kernels for all of them, where the class computes usual
 ones (transformers' ExpertsInterface says what these are), else as the class does."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
-from tokasaurus.checkpoint.spec import Activation, GateLimits
+from tokasaurus.checkpoint.spec import Activation, GateLimits, MLPSpec
 from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts
 from tokasaurus.model.cpu.layer_executor import LayerKernels, takes
+from tokasaurus.model.decoder.layers import activated
 
-_NAMES = {"gate_up_proj", "down_proj"}
-_ACTIVATIONS: dict[type, Activation] = {
-    type(ACT2FN["silu"]): "silu",
-    type(ACT2FN["gelu"]): "gelu",
-    type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
-}
+_USUAL = {"has_gate": True, "is_concatenated": True} | dict.fromkeys(
+    ("is_transposed", "has_bias", "has_post_expert_norm"), False
+)
+"""Attributes of modules whose experts are usual."""
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+"""Of gates on the kernels."""
+_TRIED_WIDTH = 4096
 
 
 class ClassExperts:
@@ -35,14 +37,11 @@ class ClassExperts:
     def pack(self, kernels: LayerKernels) -> None:
         """Copy the weights into the kernels' layout and free them, if the kernels take them."""
         gate_up, down = self._module.gate_up_proj, self._module.down_proj
-        if not takes(gate_up[0]) or not takes(down[0]):
-            return
-        gate = _gate_of(self._module)
+        gate = _gate_of(self._module) if takes(gate_up[0]) and takes(down[0]) else None
         if gate is None:
             return
         self.num_bytes = gate_up.nbytes + down.nbytes
-        activation, limits = gate
-        first = ExpertWeights(kernels, gate_up.data, True, activation, gate_limits=limits)
+        first = ExpertWeights(kernels, gate_up.data, True, gate.activation, gate_limits=gate.gate_limits)
         gate_up.data = gate_up.new_empty(0)  # before the other is packed: both take much memory
         self.packed = PackedExperts(first, ExpertWeights(kernels, down.data))
         down.data = down.new_empty(0)
@@ -71,38 +70,24 @@ class ClassExperts:
     def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not self._num_chosen:
             self._num_chosen = top_k_index.shape[1]
-        if self.packed is None:
-            own: Tensor = self._own(hidden_states, top_k_index, top_k_weights)
-            return own
-        return self.packed(hidden_states, top_k_index, top_k_weights)
+        compute: Callable[..., Tensor] = self._own if self.packed is None else self.packed
+        return compute(hidden_states, top_k_index, top_k_weights)
 
 
 def has_usual_experts(module: nn.Module) -> bool:
     """Whether its parameters are those of N experts, [N, 2 W, E] with gates before ups and [N, E, W]."""
-    options = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_bias": False}
-    options["has_post_expert_norm"] = False
-    return module._parameters.keys() == _NAMES and all(
-        getattr(module, name, None) is value for name, value in options.items()
+    return module._parameters.keys() == {"gate_up_proj", "down_proj"} and all(
+        getattr(module, name, None) is value for name, value in _USUAL.items()
     )
 
 
-def _gate_of(module: Any) -> tuple[Activation | None, GateLimits | None] | None:
+def _gate_of(module: Any) -> MLPSpec | None:
     """The gate of the class, if the kernels have it, but for how they round: tried, since a class may have any."""
-    gates, ups = torch.rand(2, 4096, generator=torch.Generator().manual_seed(0)).mul_(80).sub_(40)
-    features = torch.cat((gates, ups))
-
-    def is_own(expected: Tensor) -> bool:
-        return torch.allclose(module._apply_gate(features), expected, rtol=1e-5)
-
-    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)))
-    if activation is not None and is_own(module.act_fn(gates) * ups):
-        return activation, None
-    limit = getattr(module, "limit", getattr(module, "swiglu_limit", None))
-    alpha = getattr(module, "alpha", getattr(module, "swiglu_alpha", None))
-    if limit is None:
-        return None
-    for limits in (GateLimits(limit), *([] if alpha is None else [GateLimits(limit, alpha, 1.0)])):
-        few, magnitudes = gates.clamp(max=limits.limit), ups.clamp(-limits.limit, limits.limit)
-        if is_own(few * torch.sigmoid(limits.alpha * few) * (magnitudes + limits.up_offset)):
-            return None, limits
-    return None
+    limit, alpha = (getattr(module, name, getattr(module, f"swiglu_{name}", None)) for name in ("limit", "alpha"))
+    limits = [] if limit is None else [GateLimits(limit)]
+    limits += [] if limit is None or alpha is None else [GateLimits(limit, alpha, 1.0)]
+    gates = [MLPSpec(_TRIED_WIDTH, activation) for activation in _ACTIVATIONS]
+    gates += [MLPSpec(_TRIED_WIDTH, gate_limits=each) for each in limits]
+    features = torch.rand(2 * _TRIED_WIDTH, generator=torch.Generator().manual_seed(0)).mul_(80).sub_(40)
+    found = module._apply_gate(features)
+    return next((gate for gate in gates if torch.allclose(found, activated(features, gate), rtol=1e-5)), None)
