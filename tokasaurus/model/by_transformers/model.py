@@ -18,7 +18,7 @@ from tokasaurus.model.attention.row_split import Attends, attend, attending
 from tokasaurus.model.by_transformers.attention import answering
 from tokasaurus.model.by_transformers.experts import ClassExperts, has_usual_experts
 from tokasaurus.model.by_transformers.parts import divide, gathered, leave_layers, replace_forward
-from tokasaurus.model.by_transformers.probe import NUM_TOKENS, Call, calls_of, make_model
+from tokasaurus.model.by_transformers.probe import CLASS_ERRORS, NUM_TOKENS, Call, calls_of, make_model
 from tokasaurus.model.by_transformers.stored import Cut, find_stored
 from tokasaurus.model.decoder.compile import MAX_COMPILED_TOKENS
 from tokasaurus.model.decoder.decoder import zero_nonfinite
@@ -124,7 +124,7 @@ class TransformersModel(Model):
                 gone += [] if mesh.is_last_stage else [self.whole.get_output_embeddings()]
                 for name in [name for name, module in self.whole.named_modules() if module in gone]:
                     self.whole.set_submodule(name, nn.Identity())
-        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
+        except CLASS_ERRORS as error:
             sizes = f"tp_size={mesh.tp_size}, pp_size={mesh.pp_size}"
             raise ValueError(f"{sizes}: {type(self.whole).__name__} cannot be divided: {first_line(error)}") from error
 

@@ -36,6 +36,8 @@ _IGNORED = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "compression_config"),
 )
 """Keys of a configuration that ModelInfo has elsewhere, or that change no token."""
+CLASS_ERRORS = (RuntimeError, TypeError, AttributeError, LookupError, ValueError, ImportError, AssertionError)
+"""What code of a class raises for a configuration that it does not fit."""
 
 
 class Unfit(Exception):
@@ -54,36 +56,11 @@ def main() -> None:
 
 def facts_of(path: Path) -> dict[str, Any]:
     """The facts that checkpoint/by_transformers reads. Raises Unfit."""
-    model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    library = f"transformers {transformers.__version__}"
-    if model_type not in CONFIG_MAPPING:
-        raise Unfit(f"{library} has no class for it")
-    try:
-        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
-        if type(config) not in AutoModelForCausalLM._model_mapping:
-            raise Unfit(f"{library} has no language model for it")
-        for name, value in config.to_dict().items():
-            if "layers" in name and isinstance(value, int) and value > _MAX_LAYERS:
-                raise Unfit(f"{name} {value} is more than {_MAX_LAYERS:,}")
-        model = make_model(config)
-    except (ValueError, KeyError, ImportError, TypeError, AttributeError, AssertionError) as error:
-        if isinstance(error, KeyError) and error.args == (NAME,):
-            raise Unfit(f"{config.model_type} does not call attention through transformers' interface") from error
-        raise Unfit(f"{library} cannot make its class: {first_line(error)}") from error
-    class_name, asked = type(model).__name__, config.architectures
-    if asked not in (None, [], [class_name]):
-        raise Unfit(f"architectures {asked} is not supported; {config.model_type} is {class_name}")
-    if hasattr(config, "text_config") or config.is_encoder_decoder:
-        raise Unfit(f"{class_name} is no language model alone")
-    rotary = getattr(config, "rope_parameters", None) or {}
-    if any(each.get("rope_type") == "longrope" for each in (rotary, *rotary.values()) if isinstance(each, dict)):
-        raise Unfit("rope_type longrope depends on the longest sequence of a batch")
-    if model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        raise Unfit(f"{class_name} keeps a state beside keys and values")
+    config, model = _class_of(path)
     try:
         layers, widest_row = _layers(model), _widest_row(model)
-    except (RuntimeError, TypeError, NotImplementedError, AttributeError, KeyError, ValueError) as error:
-        raise Unfit(f"{class_name} does not run without weights: {first_line(error)}") from error
+    except CLASS_ERRORS as error:
+        raise Unfit(f"{type(model).__name__} does not run without weights: {first_line(error)}") from error
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or not 0 < length <= MAX_CONTEXT:
         raise Unfit(f"max_position_embeddings {length} is not from 1 to {MAX_CONTEXT:,}")
@@ -103,6 +80,37 @@ def facts_of(path: Path) -> dict[str, Any]:
         "num_head": sum(each.numel() for each in head.parameters() if each is not embedding.weight),
         "tie_embeddings": head.weight is embedding.weight,
     }
+
+
+def _class_of(path: Path) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """Of a decoder without a state of its own. Raises Unfit."""
+    model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    library = f"transformers {transformers.__version__}"
+    if model_type not in CONFIG_MAPPING:
+        raise Unfit(f"{library} has no class for it")
+    try:
+        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise Unfit(f"{library} has no language model for it")
+        for name, value in config.to_dict().items():
+            if "layers" in name and isinstance(value, int) and value > _MAX_LAYERS:
+                raise Unfit(f"{name} {value} is more than {_MAX_LAYERS:,}")
+        model = make_model(config)
+    except CLASS_ERRORS as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise Unfit(f"{config.model_type} does not call attention through transformers' interface") from error
+        raise Unfit(f"{library} cannot make its class: {first_line(error)}") from error
+    class_name, asked = type(model).__name__, config.architectures
+    if asked not in (None, [], [class_name]):
+        raise Unfit(f"architectures {asked} is not supported; {config.model_type} is {class_name}")
+    if hasattr(config, "text_config") or config.is_encoder_decoder:
+        raise Unfit(f"{class_name} is no language model alone")
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if any(each.get("rope_type") == "longrope" for each in (rotary, *rotary.values()) if isinstance(each, dict)):
+        raise Unfit("rope_type longrope depends on the longest sequence of a batch")
+    if model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        raise Unfit(f"{class_name} keeps a state beside keys and values")
+    return config, model
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:

@@ -148,12 +148,7 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Cla
                 del tied[own]
                 path, _, leaf = own.rpartition(".")
                 setattr(model.get_submodule(path), leaf, nn.Parameter(state[own].clone(), requires_grad=False))
-            found = state[own][part.place].shape
-            if found.numel() != prod(len(range(size)[each]) for each, size in zip(part.part, part.shape, strict=True)):
-                raise CheckpointError(
-                    f"tensor {source} has shape {tensor.shape}, but config.json makes it {tuple(found)}"
-                )
-            filled[own] += found.numel()
+            filled[own] += _fitting(part, state[own])
             stored.parts.append(replace(part, target=own))
     for name in state:
         if filled[own := tied.get(name, name)] != state[own].numel():
@@ -164,6 +159,14 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Cla
         if source != own_source:
             stored.copies[source] = own_source
     return stored
+
+
+def _fitting(part: Stored, parameter: Tensor) -> int:
+    """Numbers of the part. Raises CheckpointError if its place in the parameter has others."""
+    place = parameter[part.place].shape
+    if place.numel() != prod(len(range(size)[each]) for each, size in zip(part.part, part.shape, strict=True)):
+        raise CheckpointError(f"tensor {part.source} has shape {part.shape}, but config.json makes it {tuple(place)}")
+    return place.numel()
 
 
 def _whole(source: str, shape: tuple[int, ...], target: str) -> Stored:
