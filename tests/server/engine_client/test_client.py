@@ -120,11 +120,7 @@ def test_requests_go_to_the_replica_with_the_fewest_unfinished_sequences() -> No
             await until(engine, lambda engine, ids=ids: len(engine.cancelled) == len(ids))
             assert sorted(engine.cancelled) == ids
 
-    try:
-        run_with(engines, use)
-    finally:
-        for engine in engines:
-            engine.stop()
+    run_with(engines, use)
 
 
 def test_limits_are_none_until_every_replica_is_ready_then_the_smallest() -> None:

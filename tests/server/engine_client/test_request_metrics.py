@@ -65,30 +65,22 @@ def test_requests_count_for_the_replica_that_they_ran_on() -> None:
         for index, engine in enumerate(engines):
             assert finished(client, str(index)) == {"length": len(engine.requests)}
 
-    try:
-        run_with(engines, use)
-    finally:
-        for engine in engines:
-            engine.stop()
+    run_with(engines, use)
 
 
 def test_a_request_that_runs_again_is_one_request(engine: FakeEngine) -> None:
     engine.script = never
-    started: list[FakeEngine] = []
+    engines = [engine]
 
     async def use(client: EngineClient) -> None:
         call = asyncio.create_task(client.generate([replace(make_request("a", [1], 2), arrived_s=0.5)]))
         await until(engine, lambda engine: len(engine.requests) == 1)
         await asyncio.to_thread(engine.die)
         engine.script = echo
-        started.append(start_again(engine))
+        engines.append(start_again(engine))
         await call
         assert finished(client) == {"length": 2}
         assert num_requests(client) == 1
         assert client.request_metrics["0"].request.sum > 0
 
-    try:
-        run_with([engine], use)
-    finally:
-        for one in started:
-            one.stop()
+    run_with(engines, use)

@@ -1,14 +1,12 @@
 """What becomes of requests when their engine dies: run again if nothing was sent, else ended; and not for ever."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-import uvloop
 
-from tests.server.helpers.client_driver import make_request
-from tests.server.helpers.fake_engine import FakeEngine, Reply, hand_over, never, start_again
+from tests.server.helpers.client_driver import make_request, run, until
+from tests.server.helpers.fake_engine import FakeEngine, Reply, never, start_again
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.engine_client.client import MAX_REPLAYS, EngineClient
@@ -16,32 +14,8 @@ from tokasaurus.server.engine_client.collectors import StreamCollector
 from tokasaurus.server.errors import EngineDied, EngineRestarting
 
 
-def run(use: Callable[[EngineClient, list[FakeEngine]], Awaitable[None]], *engines: FakeEngine) -> None:
-    """Runs `use(client, engines)`; all engines are up when it begins."""
-
-    async def main() -> None:
-        ready = asyncio.Event()
-        client = EngineClient(hand_over(*engines), len(engines), ready.set)
-        with client.listening():
-            for engine in engines:
-                engine.start()
-            await asyncio.wait_for(ready.wait(), 60)
-            await asyncio.wait_for(use(client, list(engines)), 60)
-        assert client.num_pending_requests == 0
-
-    try:
-        uvloop.run(main())
-    finally:
-        for engine in engines:
-            engine.stop()
-
-
 def streamed(request_id: str, prompt_ids: list[int]) -> GenerateRequest:
     return replace(make_request(request_id, prompt_ids), is_streamed=True)
-
-
-async def until(engine: FakeEngine, condition: Callable[[FakeEngine], bool]) -> None:
-    await asyncio.to_thread(engine.wait_until, condition)
 
 
 async def read_to_end(collector: StreamCollector) -> list[int]:

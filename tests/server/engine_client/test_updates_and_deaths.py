@@ -2,39 +2,17 @@
 waits for ever."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import uvloop
 
-from tests.server.helpers.client_driver import make_request
-from tests.server.helpers.fake_engine import FakeEngine, hand_over, start_again
+from tests.server.helpers.client_driver import make_request, run
+from tests.server.helpers.fake_engine import FakeEngine, start_again
 from tokasaurus.messages.commands import CommandDone, EngineCommand, Pause, Resume, UpdateWeights
 from tokasaurus.messages.generation import EngineUpdate
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.control import next_version
-
-
-def run(use: Callable[[EngineClient, list[FakeEngine]], Awaitable[None]], *engines: FakeEngine) -> None:
-    """Runs `use(client, engines)`; all engines are up when it begins. Those that it adds are stopped too."""
-    running = list(engines)
-
-    async def main() -> None:
-        ready = asyncio.Event()
-        client = EngineClient(hand_over(*engines), len(engines), ready.set)
-        with client.listening():
-            for engine in engines:
-                engine.start()
-            await asyncio.wait_for(ready.wait(), 60)
-            await asyncio.wait_for(use(client, running), 30)
-
-    try:
-        uvloop.run(main())
-    finally:
-        for engine in running:
-            engine.stop()
 
 
 async def update(client: EngineClient, name: str, is_partial: bool = False) -> str:

@@ -28,7 +28,8 @@ def make_request(request_id: str, prompt_ids: list[int], num_sequences: int = 1)
 
 
 def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[None]]) -> None:
-    """Runs `use(client)` on uvloop, as the server does, then asserts that the client has no pending state."""
+    """Runs `use(client)` on uvloop, as the server does, once all engines are up; then asserts that the client has no
+    pending state. Stops the engines, also those that `use` adds."""
     ready = asyncio.Event()
     client = EngineClient(hand_over(*engines), len(engines), ready.set)
 
@@ -39,10 +40,20 @@ def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[
             await asyncio.wait_for(ready.wait(), 60)
             await asyncio.wait_for(use(client), 60)
 
-    uvloop.run(main())
+    try:
+        uvloop.run(main())
+    finally:
+        for engine in engines:
+            engine.stop()
     assert client.num_pending_requests == 0
     assert all(replica.num_unfinished_sequences == 0 for replica in client._replicas)
     assert client._work == UnfinishedWork(NO_LIMITS)
+
+
+def run(use: Callable[[EngineClient, list[FakeEngine]], Awaitable[None]], *engines: FakeEngine) -> None:
+    """As run_with; `use` is given the list that it may add to."""
+    running = list(engines)
+    run_with(running, lambda client: use(client, running))
 
 
 async def until(engine: FakeEngine, condition: Callable[[FakeEngine], bool]) -> None:
