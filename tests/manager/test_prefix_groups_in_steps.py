@@ -14,7 +14,7 @@ from tests.helpers.examples import IS_NIGHTLY, examples
 from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options, with_flags
 from tests.manager.helpers.requests import make_request, make_requests
 from tests.manager.helpers.simulation import assert_equals_simulation
-from tests.manager.helpers.strategies import crowded_options_strategy, crowding_shapes_strategy
+from tests.manager.helpers.strategies import crowded_options_strategy, crowded_runs, crowding_shapes_strategy
 from tokasaurus.manager.engine import engine
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
@@ -98,11 +98,8 @@ def test_every_step_uses_the_last_groups_minus_the_sequences_that_left():
 
     @examples(150, 12)
     @given(
-        shapes=crowding_shapes_strategy,
-        options=crowded_options_strategy,
         hydragen=st.builds(HydragenOptions, st.sampled_from([2, 2, 3, 4]), st.sampled_from([1, 1, 2, 3])),
-        seed=st.integers(0, 2**32),
-        cancel_share=st.sampled_from([0.0, 0.3]),
+        **crowded_runs,
     )
     def check(shapes, options, hydragen, seed, cancel_share):
         nonlocal num_checked, num_preemptions, num_optima
@@ -329,6 +326,22 @@ class DriverWithTimes(EngineDriver):
         return super().step(messages, min(1, num_results))
 
 
+def grouped_in_service(monkeypatch: pytest.MonkeyPatch, costs: HydragenCosts, grouped_s: float) -> list[bool]:
+    """Whether each step of four samples has groups, where such a step takes so long and another 0.01 s. costs: as
+    measured at the start."""
+    monkeypatch.setattr(prefix_groups, "FIRST_INTERVAL", 20)
+    monkeypatch.setattr(prefix_groups, "MAX_INTERVAL", 100)
+    options = replace(make_driver().options, hydragen=HydragenOptions(2, 1, costs, is_tried=True))
+    options = replace(options, limits=replace(options.limits, num_kv_blocks=1000, max_tokens_per_sequence=1000))
+    driver = DriverWithTimes(options)
+    driver.grouped_s = grouped_s
+    requests = [ask(number, 0, 900) for number in range(1, 5)]
+    driver.step(requests)
+    driver.run_until_idle(1)
+    assert_equals_simulation(driver.deltas, requests)
+    return [bool(groups) for groups in driver.worker.grouped]
+
+
 @pytest.mark.parametrize(
     ("costs", "grouped_s", "are_grouped"),
     [
@@ -341,17 +354,7 @@ class DriverWithTimes(EngineDriver):
 def test_steps_in_service_decide_about_groups_whatever_was_measured(
     monkeypatch: pytest.MonkeyPatch, costs: HydragenCosts, grouped_s: float, are_grouped: bool
 ) -> None:
-    monkeypatch.setattr(prefix_groups, "FIRST_INTERVAL", 20)
-    monkeypatch.setattr(prefix_groups, "MAX_INTERVAL", 100)
-    options = replace(make_driver().options, hydragen=HydragenOptions(2, 1, costs, is_tried=True))
-    options = replace(options, limits=replace(options.limits, num_kv_blocks=1000, max_tokens_per_sequence=1000))
-    driver = DriverWithTimes(options)
-    driver.grouped_s = grouped_s
-    requests = [ask(number, 0, 900) for number in range(1, 5)]
-    driver.step(requests)
-    driver.run_until_idle(1)
-    assert_equals_simulation(driver.deltas, requests)
-    with_groups = [bool(groups) for groups in driver.worker.grouped]
+    with_groups = grouped_in_service(monkeypatch, costs, grouped_s)
     starts_grouped = costs == HydragenCosts()
     assert with_groups[10:20] == [starts_grouped] * 10
     assert sum(with_groups[20:150]) not in (0, 130), "some steps tried the other way"
@@ -441,19 +444,7 @@ def test_steps_in_service_correct_the_price_of_a_step_too(
     monkeypatch: pytest.MonkeyPatch, grouped_s: float, are_grouped: bool
 ) -> None:
     """Four rows that save 60 tokens seem not to repay 100."""
-    monkeypatch.setattr(prefix_groups, "FIRST_INTERVAL", 20)
-    monkeypatch.setattr(prefix_groups, "MAX_INTERVAL", 100)
-    options = replace(
-        make_driver().options, hydragen=HydragenOptions(2, 1, HydragenCosts(per_step=100.0), is_tried=True)
-    )
-    options = replace(options, limits=replace(options.limits, num_kv_blocks=1000, max_tokens_per_sequence=1000))
-    driver = DriverWithTimes(options)
-    driver.grouped_s = grouped_s
-    requests = [ask(number, 0, 900) for number in range(1, 5)]
-    driver.step(requests)
-    driver.run_until_idle(1)
-    assert_equals_simulation(driver.deltas, requests)
-    with_groups = [bool(groups) for groups in driver.worker.grouped]
+    with_groups = grouped_in_service(monkeypatch, HydragenCosts(per_step=100.0), grouped_s)
     assert not any(with_groups[:20])
     assert any(with_groups[20:150]), "trials"
     assert with_groups[400:890].count(not are_grouped) <= 490 // 100 + 1

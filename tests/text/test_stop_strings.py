@@ -65,36 +65,18 @@ def test_scanner_returns_what_a_search_of_the_whole_text_would(parts: list[str],
         assert returned == text[: len(text) - (0 if is_last else buffered_length(text, stops))]
 
 
-@examples(1000)
-@given(
-    st.lists(st.text("aab", max_size=6), max_size=8),
-    st.lists(st.text("aab", min_size=1, max_size=7), max_size=3),
-    st.integers(0, 20),
-)
-def test_scanner_ignores_stops_in_the_exempt_characters(parts: list[str], stops: list[str], num_exempt: int) -> None:
-    scanner, text, returned = StopScanner(stops), "", ""
-    for number, part in enumerate(parts):
-        text += part
-        new, has_stopped = scanner.add(part, num_exempt - len(returned), number == len(parts) - 1)
-        returned += new
-        stop = find_first_stop(text, stops, num_exempt)
-        assert has_stopped == (stop is not None)
-        if stop is not None:
-            assert returned == text[: stop[0]]
-            return
-    assert returned == text if parts else not returned
-
-
-@examples(1000)
+@examples(2000)
 @given(
     st.lists(st.text("aab", max_size=6), max_size=8),
     st.lists(st.text("aab", min_size=1, max_size=7), max_size=3),
     st.just(0) | st.integers(0, 20),
+    st.booleans(),
 )
-def test_scanner_that_keeps_the_stop_returns_all_text_up_to_its_end_at_once(
-    parts: list[str], stops: list[str], num_exempt: int
+def test_scanner_ignores_stops_in_the_exempt_characters(
+    parts: list[str], stops: list[str], num_exempt: int, keeps_stop: bool
 ) -> None:
-    scanner, text, returned = StopScanner(stops, keeps_stop=True), "", ""
+    """One that keeps the stop returns all text up to its end at once."""
+    scanner, text, returned = StopScanner(stops, keeps_stop=keeps_stop), "", ""
     for number, part in enumerate(parts):
         text += part
         new, has_stopped = scanner.add(part, num_exempt - len(returned), number == len(parts) - 1)
@@ -102,9 +84,10 @@ def test_scanner_that_keeps_the_stop_returns_all_text_up_to_its_end_at_once(
         stop = find_first_stop(text, stops, num_exempt)
         assert has_stopped == (stop is not None)
         if stop is not None:
-            assert returned == text[: stop[0] + len(stop[1])]
+            assert returned == text[: stop[0] + keeps_stop * len(stop[1])]
             return
-        assert returned == text
+        assert returned == text or not keeps_stop
+    assert returned == text
 
 
 def test_time_of_the_scanner_is_linear_in_the_new_text() -> None:

@@ -4,19 +4,13 @@ import random
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.helpers.examples import IS_NIGHTLY, examples
 from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner, block_table
 from tests.manager.helpers.engine_driver import NEVER_LEARNS, EndsNext, EngineDriver, make_options
 from tests.manager.helpers.requests import Shape, make_request, make_requests, sequence_keys
 from tests.manager.helpers.simulation import assert_equals_simulation, simulate
-from tests.manager.helpers.strategies import (
-    crowded_options_strategy,
-    crowding_shapes_strategy,
-    options_strategy,
-    shapes_strategy,
-)
+from tests.manager.helpers.strategies import crowded_runs, runs
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import Forecast
 from tokasaurus.manager.state.engine_state import EngineOptions
@@ -81,12 +75,7 @@ def assert_versions_follow_updates(driver: EngineDriver) -> None:
 
 
 @examples(250, 20)
-@given(
-    shapes=shapes_strategy,
-    options=options_strategy,
-    seed=st.integers(0, 2**32),
-    cancel_share=st.sampled_from([0.0, 0.3]),
-)
+@given(**runs)
 def test_every_sequence_equals_its_simulation_and_leaves_no_state(shapes, options, seed, cancel_share):
     check_run(shapes, options, seed, cancel_share)
 
@@ -95,12 +84,7 @@ def test_every_sequence_equals_its_simulation_with_pauses_and_new_weights():
     num_updates = num_refused = num_crossings = 0
 
     @examples(250, 20)
-    @given(
-        shapes=shapes_strategy,
-        options=options_strategy,
-        seed=st.integers(0, 2**32),
-        cancel_share=st.sampled_from([0.0, 0.3]),
-    )
+    @given(**runs)
     def check(shapes, options, seed, cancel_share):
         nonlocal num_updates, num_refused, num_crossings
         driver = check_run(shapes, options, seed, cancel_share, pause_rate=0.1)
@@ -116,12 +100,7 @@ def test_every_sequence_equals_its_simulation_under_constant_preemption():
     num_preemptions = num_groups = 0
 
     @examples(250, 20)
-    @given(
-        shapes=crowding_shapes_strategy,
-        options=crowded_options_strategy,
-        seed=st.integers(0, 2**32),
-        cancel_share=st.sampled_from([0.0, 0.3]),
-    )
+    @given(**crowded_runs)
     def check(shapes, options, seed, cancel_share):
         nonlocal num_preemptions, num_groups
         driver = check_run(shapes, options, seed, cancel_share, EndsNext())

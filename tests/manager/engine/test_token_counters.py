@@ -6,18 +6,12 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.helpers.examples import IS_NIGHTLY, examples
 from tests.manager.helpers.engine_driver import EndsNext, make_options
 from tests.manager.helpers.requests import make_request, make_requests
 from tests.manager.helpers.simulation import assert_equals_simulation, simulate
-from tests.manager.helpers.strategies import (
-    crowded_options_strategy,
-    crowding_shapes_strategy,
-    options_strategy,
-    shapes_strategy,
-)
+from tests.manager.helpers.strategies import crowded_runs, runs
 from tests.manager.helpers.token_counting import CountingDriver, check_counts, total
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions
@@ -37,12 +31,7 @@ def run_and_check(shapes, options: EngineOptions, seed: int, cancel_share: float
 
 
 @examples(120)
-@given(
-    shapes=shapes_strategy,
-    options=options_strategy,
-    seed=st.integers(0, 2**32),
-    cancel_share=st.sampled_from([0.0, 0.3]),
-)
+@given(**runs)
 def test_token_counts_equal_what_the_worker_was_sent(shapes, options, seed, cancel_share):
     run_and_check(shapes, options, seed, cancel_share)
 
@@ -51,12 +40,7 @@ def test_token_counts_equal_what_the_worker_was_sent_under_constant_preemption()
     sums = TokenCounts()
 
     @examples(200, 15)
-    @given(
-        shapes=crowding_shapes_strategy,
-        options=crowded_options_strategy,
-        seed=st.integers(0, 2**32),
-        cancel_share=st.sampled_from([0.0, 0.3]),
-    )
+    @given(**crowded_runs)
     def check(shapes, options, seed, cancel_share):
         nonlocal sums
         driver = run_and_check(shapes, options, seed, cancel_share, EndsNext())

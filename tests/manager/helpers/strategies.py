@@ -104,3 +104,12 @@ crowded_options_strategy = st.builds(
     max_seqs_per_forward=st.integers(4, 16),
     **varied_options,
 )
+
+runs = {
+    "shapes": shapes_strategy,
+    "options": options_strategy,
+    "seed": st.integers(0, 2**32),
+    "cancel_share": st.sampled_from([0.0, 0.3]),
+}
+"""What a test is given that runs an engine until all requests have ended."""
+crowded_runs = {**runs, "shapes": crowding_shapes_strategy, "options": crowded_options_strategy}
