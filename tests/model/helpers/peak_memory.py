@@ -15,6 +15,11 @@ def peak() -> int:
     return _status("VmHWM")
 
 
+def anonymous() -> int:
+    """Bytes resident now, without mapped files."""
+    return _status("RssAnon")
+
+
 def _status(name: str) -> int:
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None

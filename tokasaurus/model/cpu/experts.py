@@ -2,7 +2,7 @@
 (csrc/gemm/experts.h)."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,20 +24,22 @@ class ExpertWeights:
     def __init__(
         self,
         kernels: LayerKernels,
-        weights: Sequence[Tensor | BlockWeight],
+        weights: Iterable[Tensor | BlockWeight],
         is_gated: bool = False,
         activation: Activation | None = None,
         biases: Tensor | None = None,
         gate_limits: GateLimits | None = None,
     ) -> None:
-        """is_gated, activation, gate_limits: as of PackedWeights."""
-        own_biases = [None] * len(weights) if biases is None else [*biases]
+        """weights: each is packed before the next one is asked for. is_gated, activation, gate_limits: as of
+        PackedWeights."""
         self.packed = [
-            PackedWeights(kernels, weight, bias, is_gated, activation, gate_limits)
-            for weight, bias in zip(weights, own_biases, strict=True)
+            PackedWeights(
+                *(kernels, weight, None if biases is None else biases[index], is_gated, activation, gate_limits)
+            )
+            for index, weight in enumerate(weights)
         ]
         self.kernels = kernels
-        self.structs = (PackedWeightsStruct * len(weights))(*(each.struct for each in self.packed))
+        self.structs = (PackedWeightsStruct * len(self.packed))(*(each.struct for each in self.packed))
 
     @property
     def has_blocks(self) -> bool:

@@ -1,6 +1,6 @@
 """The feed-forward of a layer with experts: the router, the experts' linear layers, and a shared expert."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,10 +13,13 @@ from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts, PackedRou
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights, takes
 from tokasaurus.model.decoder.layers import MLP, PLAIN, FusedColumnLinear, Linear, Norm, OutputShard, activated
-from tokasaurus.model.decoder.quantize import Packing
-from tokasaurus.model.decoder.weights import WeightShard, whole
+from tokasaurus.model.decoder.quantize import Packing, quantized
+from tokasaurus.model.decoder.weights import WeightShard, return_freed_memory, whole
 from tokasaurus.model.parallel.collectives import sum_over_shards
 from tokasaurus.model.parallel.mesh import Mesh
+
+_EXPERTS_PER_RETURN = 16
+"""Experts that are quantised before what their intermediate results took is given back, which takes a millisecond."""
 
 # T tokens, each with K chosen ones of N experts; R rows of experts, T * K; E hidden size, W width of an expert
 
@@ -145,6 +148,10 @@ class ExpertLinear(Linear):
         """For the kernels, if they multiply by such weights; else it stays as it is."""
         if kernels is None or choice.always_torch or not takes(self.weight):
             self.dequantise_blocks()
+        elif packing.quantization is not None:
+            self._quantization = packing.quantization
+            self.packed = self._pack_each(kernels, self._quantized(packing.quantization, packing.is_int8))
+            self.weight.data = self.weight.new_empty(0)
         else:
             super().pack(kernels, ALWAYS_KERNELS, keep_weight, packing)
 
@@ -172,6 +179,14 @@ class ExpertLinear(Linear):
                 row = rows.stop
         return found
 
+    def _quantized(self, quantization: str, is_int8: bool) -> Iterator[BlockWeight]:
+        """Each expert's weight when it is asked for: of all together, intermediate results take several times the
+        memory. Arguments as of Packing."""
+        for expert, own in enumerate(self.weight.data.view(self.num_experts, self.num_rows, -1)):
+            yield BlockWeight(own.shape[1], own.dtype, (quantized(own, quantization),), is_int8)
+            if expert % _EXPERTS_PER_RETURN == 0:
+                return_freed_memory()
+
     def _by_expert(self, weight: Tensor | BlockWeight) -> list[Tensor | BlockWeight]:
         if isinstance(weight, Tensor):
             return [*weight.view(self.num_experts, self.num_rows, -1)]
@@ -181,8 +196,11 @@ class ExpertLinear(Linear):
         ]
 
     def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> ExpertWeights:
+        return self._pack_each(kernels, self._by_expert(weight))
+
+    def _pack_each(self, kernels: LayerKernels, weights: Iterable[Tensor | BlockWeight]) -> ExpertWeights:
         biases = None if self.bias is None else self.bias.view(self.num_experts, -1)
-        return ExpertWeights(kernels, self._by_expert(weight), biases=biases)
+        return ExpertWeights(kernels, weights, biases=biases)
 
     def _fits(self, weight: BlockWeight, kernels: LayerKernels) -> bool:
         each = (each for each in self._by_expert(weight) if isinstance(each, BlockWeight))
@@ -200,10 +218,10 @@ class ActivatedExpertLinear(ExpertLinear):
         """[R, 2 W] -> [R, W]."""
         return activated(features, self._spec)
 
-    def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> ExpertWeights:
+    def _pack_each(self, kernels: LayerKernels, weights: Iterable[Tensor | BlockWeight]) -> ExpertWeights:
         biases = None if self.bias is None else self.bias.view(self.num_experts, -1)
         options = self._spec.activation, biases, self._spec.gate_limits
-        return ExpertWeights(kernels, self._by_expert(weight), True, *options)
+        return ExpertWeights(kernels, weights, True, *options)
 
     def _fits(self, weight: BlockWeight, kernels: LayerKernels) -> bool:
         each = (each for each in self._by_expert(weight) if isinstance(each, BlockWeight))
