@@ -72,13 +72,7 @@ def run_deaths(num_kills: int = 20, seed: int = 1) -> list[Row]:
         rows = [
             *_load_rows(load, f"{num_kills} kills of the worker and {num_kills} of the manager"),
             *_health_rows(health),
-            Row(
-                PART,
-                "restart, from the kill until /ready",
-                _spread(restart_s),
-                f"{MAX_RESTART_S} s",
-                max(restart_s) < MAX_RESTART_S,
-            ),
+            _restart_row(restart_s),
             *_leftover_rows(toka, len(titles), server_pid, fds_before, pids),
         ]
     return show_rows(rows)

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -124,11 +123,6 @@ class Tab:
         root = self.send("DOM.getDocument")["root"]["nodeId"]
         node = self.send("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.send("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
-
-    def screenshot(self, path: Path, whole: bool = False) -> None:
-        """A PNG of the window, or of the whole page."""
-        answer = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(b64decode(answer["data"]))
 
 
 @contextmanager

@@ -9,8 +9,6 @@ import pytest
 from tests.end_to_end.helpers.toka_process import TokaProcess
 from tests.helpers.examples import IS_NIGHTLY
 
-LOGPROB_FIELDS = ("token_logprobs", "top_logprobs", "prompt_logprobs")
-
 SHARED = "Every question begins with these words, which fill more than two blocks. "
 """The beginning of most prompts."""
 
