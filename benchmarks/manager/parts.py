@@ -151,9 +151,9 @@ def measure_simulation(num_sequences: int, num_calls: int, advance: Callable[[],
     return timings
 
 
-def measure_prefix_match(num_blocks: int, num_tokens: int, num_calls: int, seed: int = 0) -> list[Timing]:
+def measure_prefix_match(num_blocks: int, num_tokens: int, num_calls: int) -> list[Timing]:
     """Time the match of a fully cached prompt of `num_tokens` in a prefix tree of `num_blocks` blocks."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     blocks_per_prompt = num_tokens // PAGE_SIZE
     timings = []
     for name, blocks_per_node in (("long nodes", blocks_per_prompt), ("nodes of one block", 1)):

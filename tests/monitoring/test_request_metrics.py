@@ -1,7 +1,6 @@
 """Counting times and lengths of requests, against prometheus_client's histograms and sums by hand."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import prometheus_client
@@ -37,8 +36,8 @@ def make_request(num_prompt_tokens: int = 3, num_sequences: int = 1, arrived_s: 
     )
 
 
-def last_delta(times: SequenceTimes | None, reason: Any = "stop", error: str = "") -> SequenceDelta:
-    return SequenceDelta("a", 0, [], None, reason, 0, 0, 0, 0, error=error, times=times)
+def last_delta(times: SequenceTimes | None, error: str = "") -> SequenceDelta:
+    return SequenceDelta("a", 0, [], None, "stop", 0, 0, 0, 0, error=error, times=times)
 
 
 @pytest.mark.parametrize("bounds", [FIRST_TOKEN_SECONDS, PER_TOKEN_SECONDS, PHASE_SECONDS, TOKENS, SAMPLES])

@@ -37,8 +37,8 @@ def launcher(model: Path, worker: str = "run_worker", *flags: str, **variables: 
         yield shown
 
 
-def check_end(shown: Terminal, exit_code: int = 0, last: str = "stopped") -> None:
-    assert shown.exit_code() == exit_code, shown.lines()
+def check_end(shown: Terminal, last: str = "stopped") -> None:
+    assert shown.exit_code() == 0, shown.lines()
     shown.check_screen()
     assert shown.lines()[-1] == last
     assert not any("Traceback" in line for line in shown.lines())

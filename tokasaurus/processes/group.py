@@ -259,9 +259,9 @@ class ProcessGroup:
         self.children.append(child)
         return child
 
-    def finish_logs(self, timeout_s: float = FLUSH_SECONDS) -> None:
+    def finish_logs(self) -> None:
         """Wait until all is in this process's LogWriter that processes wrote which have ended."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + FLUSH_SECONDS
         for child in self.children:
             child.log.join(max(0.0, deadline - time.monotonic()))
 

@@ -30,9 +30,9 @@ def run_in_shell(words: list[str], script: str, **variables: str) -> "subprocess
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-def check_complete(tmp_path: Path, num_lines: int = 30) -> None:
+def check_complete(tmp_path: Path) -> None:
     assert [result["custom_id"] for result in read_results(tmp_path / "out.jsonl")] == [
-        f"c{index}" for index in range(num_lines)
+        f"c{index}" for index in range(30)
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "in.jsonl", "out.jsonl"]
 

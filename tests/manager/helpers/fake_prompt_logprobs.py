@@ -114,21 +114,21 @@ def zero_prompt_logprobs(step: StepInFlight) -> PromptLogprobsOutput | None:
     return PromptLogprobsOutput(np.zeros(num, np.float32), np.zeros(num, np.int32), empty.astype(np.int32), empty)
 
 
-def assert_prompt_logprobs_are_true(found: PromptLogprobs, prompt_ids: list[int], num_top: int, start: int = 0) -> None:
-    """`found` are the prompt logprobs of `prompt_ids[start:]`, with `num_top` top-k logprobs."""
-    assert len(found.logprobs) == len(found.ranks) == len(prompt_ids) - start
+def assert_prompt_logprobs_are_true(found: PromptLogprobs, prompt_ids: list[int], num_top: int) -> None:
+    """`found` are the prompt logprobs of `prompt_ids`, with `num_top` top-k logprobs."""
+    assert len(found.logprobs) == len(found.ranks) == len(prompt_ids)
     assert (found.top is None) == (num_top == 0)
     hashes = context_hashes(prompt_ids)
-    for index, position in enumerate(range(start, len(prompt_ids))):
-        logprob, rank = float(found.logprobs[index]), int(found.ranks[index])
-        top_ids = [] if found.top is None else found.top.token_ids[index].tolist()
-        top_logprobs = [] if found.top is None else found.top.logprobs[index].tolist()
+    for position, target in enumerate(prompt_ids):
+        logprob, rank = float(found.logprobs[position]), int(found.ranks[position])
+        top_ids = [] if found.top is None else found.top.token_ids[position].tolist()
+        top_logprobs = [] if found.top is None else found.top.logprobs[position].tolist()
         assert len(top_ids) == len(top_logprobs) == num_top
         if position == 0:
             assert np.isnan([logprob, *top_logprobs]).all()
             assert (rank, top_ids) == (0, [0] * num_top)
             continue
-        context_hash, target = hashes[position - 1], prompt_ids[position]
+        context_hash = hashes[position - 1]
         fraction = np.ceil(logprob) - logprob
         assert (logprob + fraction, rank) == fake_logprob(context_hash, target)
         assert top_ids == most_likely(context_hash, num_top)

@@ -15,11 +15,11 @@ from tokasaurus.manager.planning.live_forecast import curve_points, first_fittin
 NONE = np.zeros(0, np.int64)
 
 
-def random_curve(seed: int, num_sequences: int, max_steps: int, page_size: int = 4):
+def random_curve(seed: int, num_sequences: int, max_steps: int):
     rng = np.random.default_rng(seed)
     loads = SequenceLoads(*(rng.integers(0, high, num_sequences) for high in (200, 20, max_steps)))
     shared = SharedLoads(*(rng.integers(1, 9, 3), rng.integers(0, 5, 3), rng.integers(5, max_steps, 3)))
-    return simulate_kv(loads, shared, page_size, release_delay=int(rng.integers(0, 8)))
+    return simulate_kv(loads, shared, 4, release_delay=int(rng.integers(0, 8)))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -44,8 +44,8 @@ def rules_of_rows(num_rows: int, biases: dict[int, tuple[tuple[int, float], ...]
     return selected
 
 
-def sampled_rows(num_rows: int, temperature: float = 1.0, seed: int = 1) -> SamplingRows:
-    keys = noise_keys([seed] * num_rows, [0] * num_rows, list(range(num_rows)))
+def sampled_rows(num_rows: int, temperature: float = 1.0) -> SamplingRows:
+    keys = noise_keys([1] * num_rows, [0] * num_rows, list(range(num_rows)))
     return make_rows([temperature] * num_rows, [1.0] * num_rows, keys)
 
 

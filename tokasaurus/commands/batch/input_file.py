@@ -4,7 +4,7 @@ import hashlib
 import os
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,26 +98,20 @@ class InputLimits:
     max_line_bytes: int
 
 
-def check_input(
-    path: Path,
-    endpoint: str,
-    limits: InputLimits | None,
-    name: str | None = None,
-    add: Callable[[str, int, int], None] = lambda *_: None,
-) -> None:
+def check_input(path: Path, endpoint: str, limits: InputLimits | None, name: str | None = None) -> None:
     """Check each line as the server will, but for its body, which only makes a line fail.
 
     endpoint: by `find_endpoint`. limits: None for a server whose limits are not known, and which may know more fields.
-    name: as the user gave it; None if it is the path. add: called with (custom_id, start, size in bytes) of each good
-    line. Raises InputRefused with a line for each bad line of the input, and CommandError."""
+    name: as the user gave it; None if it is the path. Raises InputRefused with a line for each bad line of the input,
+    and CommandError."""
     if limits is not None and endpoint not in limits.endpoints:
         raise InputRefused(f"url: the first line has {endpoint!r}: it must be {' or '.join(limits.endpoints)}")
     max_lines, max_line_bytes = (_NO_LIMIT, _NO_LIMIT) if limits is None else (limits.max_lines, limits.max_line_bytes)
     reader = InputReader(endpoint, max_lines, max_line_bytes)
     try:
         with path.open("rb", buffering=1 << 20) as content:
-            for line in reader.lines(content):
-                add(*line)
+            for _ in reader.lines(content):
+                pass
     except OSError as error:
         raise CommandError(f"input={path}: {error.strerror}") from None
     if limits is None and all(error.code == "unknown_parameter" for error in reader.errors):

@@ -68,7 +68,7 @@ from tokasaurus.model.worker.memory_plan import (
 )
 from tokasaurus.model.worker.self_check import Checks, Measure, Measured, measure_graphs, measure_group_graphs
 from tokasaurus.model.worker.sleep import Sleeper
-from tokasaurus.model.worker.start import PROCESS, Fill, Phase, PhaseLog, Start, ignore_progress, run_phases
+from tokasaurus.model.worker.start import PROCESS, Fill, Phase, PhaseLog, Start, run_phases
 from tokasaurus.model.worker.warmup import WarmUpTimes, warm_up, warm_up_small
 from tokasaurus.model.worker.weight_update import WeightUpdates
 from tokasaurus.monitoring.memory_nodes import Place
@@ -215,7 +215,6 @@ def start_worker(
     mesh: Mesh,
     index: int,
     report: Callable[[PhaseDone], None],
-    on_progress: Callable[[PhaseProgress], None] = ignore_progress,
 ) -> StartedWorker:
     """Run all phases of a start. Raises UserError.
 
@@ -223,8 +222,7 @@ def start_worker(
     index: among the workers of all replicas; it chooses the CUDA device.
     With the CPU attention backend, the KV cache's memory is reserved on return and touched in the background.
     """
-    log = PhaseLog(report, on_progress)
-    start = Start(config, checkpoint, mesh, index, choose_device(config.device, index), log)
+    start = Start(config, checkpoint, mesh, index, choose_device(config.device, index), PhaseLog(report))
     run_phases(start, phases())
     return _ready(start)
 

@@ -13,8 +13,8 @@ from tokasaurus.library.map.rows import RowBatch, Source, default_keys
 from tokasaurus.library.map.shards import MapRow, OpenShard, ShardFormat, make_format
 
 
-def shard_format(source: Source, name: str = "parquet", is_list: bool = False) -> ShardFormat:
-    return make_format(name, source, answer_names(source.columns, ""), is_list)
+def shard_format(source: Source, name: str = "parquet") -> ShardFormat:
+    return make_format(name, source, answer_names(source.columns, ""), is_list=False)
 
 
 def finished_rows(source: Source, output: ShardFormat) -> list[MapRow]:

@@ -27,8 +27,8 @@ def new_lines(count: int) -> list[NewLine]:
     return [NewLine(number, f"line-{number}", number * 10, 9) for number in range(count)]
 
 
-def new_file(file_id: str, num_bytes: int = 1) -> FileRecord:
-    return FileRecord(file_id, "batch", "input.jsonl", num_bytes, 1_700_000_000)
+def new_file(file_id: str) -> FileRecord:
+    return FileRecord(file_id, "batch", "input.jsonl", 1, 1_700_000_000)
 
 
 def new_result(number: int, has_failed: bool = False, num_bytes: int = 0) -> LineResult:
