@@ -53,6 +53,27 @@ def assert_parallel(choice: dict[str, Any]) -> None:
     assert lists or not choice["token_ids"]
 
 
+def of_two_prompts(
+    sequences: list[tuple[list[int], bool]], request: GenerateRequest, min_tokens: int
+) -> tuple[GenerateRequest, list[FinishedSequence], list[list[FinishedSequence]]]:
+    """The request with min_tokens, if all samples have as many; the samples, and the same by prompt, two of each."""
+    results = [
+        finished([*token_ids, IM_END], "stop") if ends else finished(token_ids or [HELLO], "length")
+        for token_ids, ends in sequences
+    ]
+    # The engine generates at least min_tokens before the eos, so the shortest sequence without its eos is the limit.
+    min_tokens = min(min_tokens, *(len(sequence.token_ids) - 1 for sequence in results))
+    request = dataclasses.replace(request, min_tokens=max(0, min_tokens))
+    computed = prompt_logprobs(request)
+    pairs = results[:2], results[2:]
+    return request, results, [[dataclasses.replace(one, prompt_logprobs=computed), other] for one, other in pairs]
+
+
+def prepare_two(request: GenerateRequest, echoes: bool) -> Prepared:
+    asked = dataclasses.replace(request, want_prompt_logprobs=echoes and request.want_logprobs)
+    return Prepared("cmpl-1", [asked, asked], echoes=[Echo("lo€", [0, 1, 2])] * 2 if echoes else [])
+
+
 @examples(200)
 @given(
     st.lists(SEQUENCES, min_size=4, max_size=4),
@@ -75,20 +96,9 @@ def test_token_ids_and_logprobs_are_parallel_in_every_chunk_and_in_the_whole_ans
     seed: int,
 ) -> None:
     """With return_token_ids: all tokens as sampled, with the end token and the tokens of a stop string."""
-    results = [
-        finished([*token_ids, IM_END], "stop") if ends else finished(token_ids or [HELLO], "length")
-        for token_ids, ends in sequences
-    ]
-    min_tokens = max(0, min(min_tokens, *(len(sequence.token_ids) - 1 for sequence in results)))
-    request = dataclasses.replace(
-        make_request(3, stop, ignore_eos, True, num_sequences=2), min_tokens=min_tokens, want_prompt_logprobs=echoes
-    )
-    computed = prompt_logprobs(request)
-    rows = [
-        [dataclasses.replace(first, prompt_logprobs=computed), second] for first, second in (results[:2], results[2:])
-    ]
-    echo = Echo("lo€", [0, 1, 2])
-    prepared = Prepared("cmpl-1", [request] * 2, return_token_ids=True, echoes=[echo, echo] if echoes else [])
+    request = make_request(3, stop, ignore_eos, want_logprobs=True, num_sequences=2)
+    request, results, rows = of_two_prompts(sequences, request, min_tokens)
+    prepared = dataclasses.replace(prepare_two(request, echoes), return_token_ids=True)
     whole = orjson.loads(orjson.dumps(build_completion(prepared, rows, served_model)))
     joined: list[list[int]] = [[] for _ in results]
     stream: AnswerStream = CompletionStream(prepared, served_model, StreamOptions())
@@ -168,23 +178,9 @@ def test_joined_chunks_equal_the_whole_answer(
     seed: int,
 ) -> None:
     """A completion of two prompts with two samples each, echoed or not, and a chat with four samples."""
-    results = [
-        finished([*token_ids, IM_END], "stop") if ends else finished(token_ids or [HELLO], "length")
-        for token_ids, ends in sequences
-    ]
-    # The engine generates at least min_tokens before the eos, so the shortest sequence without its eos is the limit.
-    min_tokens = min(min_tokens, *(len(sequence.token_ids) - 1 for sequence in results))
-    request = dataclasses.replace(
-        make_request(3, stop, ignore_eos, want_logprobs, num_sequences=2), min_tokens=max(0, min_tokens)
-    )
-
-    computed = prompt_logprobs(request)
-    rows = [
-        [dataclasses.replace(first, prompt_logprobs=computed), second] for first, second in (results[:2], results[2:])
-    ]
-    asked = dataclasses.replace(request, want_prompt_logprobs=echoes and want_logprobs)
-    echo = Echo("lo€", [0, 1, 2])
-    prepared = Prepared("cmpl-1", [asked, asked], echoes=[echo, echo] if echoes else [])
+    request = make_request(3, stop, ignore_eos, want_logprobs, num_sequences=2)
+    request, results, rows = of_two_prompts(sequences, request, min_tokens)
+    prepared = prepare_two(request, echoes)
     whole = build_completion(prepared, rows, served_model)
     chunks = run(
         CompletionStream(prepared, served_model, options), rows, seed, options, orjson.loads(orjson.dumps(whole.usage))
