@@ -6,13 +6,14 @@ PretendTransfers. A tensor of the device has `device` DEVICE; `on_device` and `o
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tokasaurus.model.staging.staging import Event, HostMark, Mark
 
@@ -105,7 +106,7 @@ class PretendDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = list(_leaves((*args, *kwargs.values())))
+        leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         own = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
         devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
@@ -144,14 +145,6 @@ class PretendDevice(TorchDispatchMode):
         if own and any(device != DEVICE for device in devices):
             return f"{func} copies to the host"
         return None
-
-
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _leaves(value)
-        else:
-            yield value
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:

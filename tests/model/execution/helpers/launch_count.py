@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tests.model.helpers.pretend_device import DEVICE, DeviceTensor, PretendDevice
 
@@ -34,11 +35,11 @@ class CountingDevice(PretendDevice):
 
     @staticmethod
     def _launches_something(func: Any, arguments: Any, result: Any) -> bool:
-        own = [leaf for leaf in _leaves(arguments) if isinstance(leaf, DeviceTensor)]
-        if "empty" in func._schema.name or not (own or DEVICE in list(_leaves(arguments))):
+        own = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, DeviceTensor)]
+        if "empty" in func._schema.name or not (own or DEVICE in tree_leaves(arguments)):
             return False
         known = {_address(tensor) for tensor in own}
-        new = [leaf for leaf in _leaves([result]) if isinstance(leaf, DeviceTensor)]
+        new = [leaf for leaf in tree_leaves([result]) if isinstance(leaf, DeviceTensor)]
         return bool(func._schema.is_mutable) or not new or any(_address(tensor) not in known for tensor in new)
 
     def one_launch(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,14 +55,6 @@ class CountingDevice(PretendDevice):
                     launches.append(name)
 
         return launch
-
-
-def _leaves(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _leaves(value)
-        else:
-            yield value
 
 
 def _address(tensor: DeviceTensor) -> int:
