@@ -241,6 +241,14 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         },
     ],
+    "llama4_text": [
+        {"head_dim": 16, "num_local_experts": 8, "intermediate_size_mlp": 64, "num_hidden_layers": 4},
+        {
+            **{"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 128},
+            **{"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True},
+            **{"no_rope_layers": [0, 1, 1], "attention_chunk_size": None, "attn_temperature_tuning": False},
+        },
+    ],
     "cwm": [{"bos_token_id": 1, "sliding_window": 9, "head_dim": 16, "rope_parameters": _LLAMA3_ROPE}],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""

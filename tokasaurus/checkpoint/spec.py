@@ -110,7 +110,7 @@ class MLPSpec:
         return (1 + self.is_gated) * self.width
 
 
-RouterScores = Literal["softmax", "softmax_of_chosen", "sigmoid", "sparsemixer"]
+RouterScores = Literal["softmax", "softmax_of_chosen", "sigmoid", "sparsemixer", "sigmoid_of_chosen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,9 @@ class RouterSpec:
     num_experts: int
     num_chosen: int
     scores: RouterScores = "softmax"
-    """"softmax_of_chosen": the largest outputs are chosen, and weights are the softmax of these. "sparsemixer": the
-    weight of each in turn is its softmax among those that are nearly as large, arXiv 2409.12136."""
+    """"softmax_of_chosen": the largest outputs are chosen, and weights are the softmax of these; "sigmoid_of_chosen":
+    the sigmoid of each. "sparsemixer": the weight of each in turn is its softmax among those that are nearly as large,
+    arXiv 2409.12136."""
     has_bias: bool = False
     has_choice_bias: bool = False
     """Numbers are added to scores where experts are chosen, but not to weights."""
@@ -136,6 +137,8 @@ class RouterSpec:
     """What they are at least divided by."""
     scale: float = 1.0
     """Factor of weights, applied last."""
+    weighs_inputs: bool = False
+    """Weights are factors of the experts' inputs, not of their outputs."""
     jitter: float = 0.0
     """Half of the relative distance at which "sparsemixer" leaves outputs out."""
 

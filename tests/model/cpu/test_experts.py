@@ -102,6 +102,7 @@ class Layer:
             ExpertWeights(kernels, [*self.down], biases=self.biases[1]),
             PackedRouter(self.spec, PackedWeights(kernels, self.router, self.router_bias), choice_bias),
             own_shared,
+            self.spec.weighs_inputs,
         )
         self.dtype = self.packed.down.packed[0].activation_dtype
 
@@ -127,6 +128,7 @@ class Layer:
             "softmax": lambda: logits.softmax(0),
             "sigmoid": logits.sigmoid,
             "softmax_of_chosen": lambda: logits,
+            "sigmoid_of_chosen": lambda: logits,
         }
         scores = of_logits[spec.scores]()
         by = scores if self.choice_bias is None else scores + self.choice_bias.double()
@@ -138,6 +140,8 @@ class Layer:
         weights = scores[chosen]
         if spec.scores == "softmax_of_chosen":
             weights = weights.softmax(0)
+        elif spec.scores == "sigmoid_of_chosen":
+            weights = weights.sigmoid()
         if spec.normalizes:
             weights = weights / max(spec.min_sum, float(weights.sum()))
         return list(zip(chosen, (weights * spec.scale).tolist(), strict=True))
@@ -160,7 +164,11 @@ class Layer:
         for row, token in zip(out, x.double(), strict=True):
             for expert, weight in self.choices(token):
                 biases = [0.0 if bias is None else bias[expert].double() for bias in self.biases]
-                row += weight * self._feed_forward(token, (self.gate_up[expert], self.down[expert]), biases)
+                matrices = self.gate_up[expert], self.down[expert]
+                if self.spec.weighs_inputs:
+                    row += self._feed_forward((token * weight).to(self.dtype).double(), matrices, biases)
+                else:
+                    row += weight * self._feed_forward(token, matrices, biases)
             if self.shared is not None:
                 factor = torch.sigmoid(self.router[-1].double() @ token) if self.gates_shared else 1
                 row += factor * self._feed_forward(token, self.shared, (0.0, 0.0))
@@ -178,6 +186,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "a least sum": {"scores": "sigmoid", "normalizes": True, "min_sum": 3.0},
     "sparse mixer": {"scores": "sparsemixer", "jitter": 0.2, "num_chosen": 2},
     "one chosen": {"num_chosen": 1, "scores": "sigmoid"},
+    "inputs weighed": {"num_chosen": 2, "scores": "sigmoid_of_chosen", "weighs_inputs": True, "shared": 34},
     "all chosen": {"num_chosen": 9, "normalizes": True},
     "shared": {"shared": 34},
     "gated shared": {"shared": 50, "gates_shared": True, "normalizes": True},

@@ -34,6 +34,7 @@ ROUTERS = {
     "of chosen": RouterSpec(9, 3, "softmax_of_chosen"),
     "sigmoid": RouterSpec(8, 3, "sigmoid", has_choice_bias=True, normalizes=True, min_sum=1e-20),
     "groups": RouterSpec(12, 4, "sigmoid", has_choice_bias=True, num_groups=4, num_chosen_groups=2, scale=1.5),
+    "sigmoid of chosen": RouterSpec(9, 2, "sigmoid_of_chosen"),
     "biased softmax": RouterSpec(8, 3, has_choice_bias=True, normalizes=True, min_sum=0.9),
 }
 
@@ -46,7 +47,7 @@ def best(scores: list[float], count: int) -> list[int]:
 def route_in_python(outputs: list[float], spec: RouterSpec, bias: list[float]) -> dict[int, float]:
     """The chosen experts and their weights, each step by itself."""
     numbers = torch.tensor(outputs, dtype=torch.float64)
-    if spec.scores == "softmax_of_chosen":
+    if spec.scores.endswith("of_chosen"):
         scores = outputs
     else:
         scores = (numbers.sigmoid() if spec.scores == "sigmoid" else numbers.softmax(0)).tolist()
@@ -60,6 +61,8 @@ def route_in_python(outputs: list[float], spec: RouterSpec, bias: list[float]) -
     weights = [scores[index] for index in chosen]
     if spec.scores == "softmax_of_chosen":
         weights = torch.tensor(weights, dtype=torch.float64).softmax(0).tolist()
+    elif spec.scores == "sigmoid_of_chosen":
+        weights = torch.tensor(weights, dtype=torch.float64).sigmoid().tolist()
     if spec.normalizes:
         weights = [each / max(sum(weights), spec.min_sum) for each in weights]
     return {index: weight * spec.scale for index, weight in zip(chosen, weights, strict=True)}
@@ -256,6 +259,24 @@ def test_memory_of_experts_is_reserved_for_as_many_as_tokens_choose(
         reserved.clear()
         model.reserve_experts(3000)
         assert reserved == [(3000, config.num_experts_per_tok)] * (config.num_hidden_layers - 1)
+
+
+def test_sequences_of_llama_4_end_where_its_attention_is_cut_or_scaled(tmp_path: Path) -> None:
+    """By chunks in layers with rotary embedding, and by position in the others, from the token floor_scale on."""
+    save_random_model(tmp_path, option_config("llama4_text", 0, attention_chunk_size=48, floor_scale=33))
+    path = tmp_path / "config.json"
+    whole = json.loads(path.read_text())
+    for changed, longest in (
+        ({}, 32),
+        ({"attn_temperature_tuning": False}, 48),
+        ({"attn_temperature_tuning": False, "layer_types": ["full_attention"] * 4}, 512),
+        ({"floor_scale": 64, "layer_types": None}, 48),
+    ):
+        path.write_text(json.dumps(whole | changed))
+        assert read_model_info(tmp_path).context_length == longest
+    path.write_text(json.dumps(whole | {"layer_types": ["sliding_attention"] * 4}))
+    with pytest.raises(CheckpointError, match="layer_types"):
+        read_model_info(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

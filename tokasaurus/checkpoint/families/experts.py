@@ -1,14 +1,15 @@
 """Families with experts whose layers are else those of dense families: Mixtral's and Qwen's kin, OLMoE, Granite, ERNIE
-4.5, Hunyuan, and GPT-OSS with sinks, biases and limited gates."""
+4.5, Hunyuan, Llama 4, and GPT-OSS with sinks, biases and limited gates."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tokasaurus.checkpoint.families.family import ExpertStack, Family, GGUFFiles, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import FULL, ExpertStack, Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.families.granite import MULTIPLIERS, layer_of_granite, scales_of_granite
 from tokasaurus.checkpoint.families.hunyuan import attention_of_hunyuan, rope_of_hunyuan
 from tokasaurus.checkpoint.json_files import CheckpointError, json_object, positive_int
+from tokasaurus.checkpoint.rope import MAX_CONTEXT
 from tokasaurus.checkpoint.spec import AttentionSpec, ExpertsSpec, GateLimits, LayerSpec, MLPSpec, ModelSpec, NormSpec
 
 
@@ -196,6 +197,48 @@ def _gpt_oss(config: Settings) -> ModelSpec:
     return config.model(_layers(config, attentions, experts), config.norm())
 
 
+def _llama4_text(config: Settings) -> ModelSpec:
+    fields, rope, norm = config.fields, config.rope, config.norm()
+    rotates = fields.get("no_rope_layers") or [
+        (index + 1) % positive_int(fields, "no_rope_layer_interval", 1 << 16) != 0 for index in range(config.num_layers)
+    ]
+    with_experts, step = fields.get("moe_layers"), positive_int(fields, "interleave_moe_layer_step", 1 << 16)
+    if with_experts is None:
+        with_experts = list(range(step - 1, config.num_layers, step))
+    for name, value in (("no_rope_layers", rotates), ("moe_layers", with_experts)):
+        if not isinstance(value, list) or any(not isinstance(each, int) for each in value):
+            raise CheckpointError(f"{name} must be a list of whole numbers, not {value!r}")
+    if len(rotates) < config.num_layers:
+        raise CheckpointError(f"no_rope_layers has {len(rotates)} entries for num_hidden_layers {config.num_layers}")
+    bias = config.flag("attention_bias")
+    own = replace(norm, has_weight=False) if config.flag("use_qk_norm") else None
+    attention = config.attention(has_qkv_bias=bias, has_out_bias=bias)
+    rotated = replace(attention, query_key_norm=own, norms_after_rotary=own is not None)
+    attentions = [rotated if each else replace(attention, rotary=None) for each in rotates[: config.num_layers]]
+    experts = config.experts(
+        "num_local_experts", shared_width=config.width, scores="sigmoid_of_chosen", weighs_inputs=True
+    )
+    dense = replace(config.mlp(), width=positive_int(fields, "intermediate_size_mlp", 1 << 24))
+    layers = _layers(config, attentions, experts, with_experts.__contains__, dense)
+    config.longest = min(_llama4_limits(config, rotates))
+    return config.model(layers, norm, rotary=(rope,))
+
+
+def _llama4_limits(config: Settings, rotates: list[int]) -> list[int]:
+    """Longest sequences in which all layers see all tokens, with scores that are not scaled by position."""
+    limits, types = [MAX_CONTEXT], config.fields.get("layer_types")
+    chunk = config.fields.get("attention_chunk_size")
+    if types is None:
+        types = ["chunked_attention" if each and chunk is not None else FULL for each in rotates]
+    if not isinstance(types, list) or any(each not in (FULL, "chunked_attention") for each in types):
+        raise CheckpointError(f"layer_types {types!r} is not supported, only '{FULL}' and 'chunked_attention'")
+    if "chunked_attention" in types:
+        limits.append(positive_int(config.fields, "attention_chunk_size", MAX_CONTEXT))
+    if config.fields.get("attn_temperature_tuning"):  # acts from this token on, in layers without rotary embedding
+        limits.append(max(1, positive_int(config.fields, "floor_scale", MAX_CONTEXT) - 1))
+    return limits
+
+
 _LOSSES = ("router_aux_loss_coef", "output_router_logits")
 _FUSED = ExpertStack("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _MIXTRAL = {
@@ -378,6 +421,40 @@ FAMILIES = {
         has_partial_rotary=True,
         gguf=GGUFFiles("minimax-m2", ignored=("expert_feed_forward_length",), required=_SIGMOID),
     ),
+    "llama4_text": Family(
+        "Llama4ForCausalLM",
+        _llama4_text,
+        applied=(
+            *("num_local_experts", "num_experts_per_tok", "intermediate_size_mlp", "moe_layers", "attention_bias"),
+            *("interleave_moe_layer_step", "use_qk_norm", "no_rope_layers", "no_rope_layer_interval"),
+            *("attention_chunk_size", "attn_temperature_tuning", "floor_scale"),
+        ),
+        without_effect=(*_LOSSES, "attn_scale", "router_jitter_noise"),
+        defaults={
+            **{"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "num_local_experts": 16},
+            **{"num_experts_per_tok": 1, "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1},
+            **{"use_qk_norm": True, "no_rope_layer_interval": 4, "attention_chunk_size": 8192},
+            **{"attn_temperature_tuning": True, "floor_scale": 8192},
+        },
+        stored=StoredTensors(
+            {
+                "mlp.gate": "feed_forward.router",
+                **{f"mlp.{name}_proj": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+                **{
+                    f"mlp.shared.{name}_proj": f"feed_forward.shared_expert.{name}_proj"
+                    for name in ("gate", "up", "down")
+                },
+                **{
+                    f"mlp.experts.*.{name}_proj": f"feed_forward.experts.*.{name}_proj"
+                    for name in ("gate", "up", "down")
+                },
+            },
+            is_interleaved=True,
+            stack=ExpertStack(
+                "feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", is_transposed=True
+            ),
+        ),
+    ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         _gpt_oss,
@@ -394,7 +471,7 @@ FAMILIES = {
         },
         stored=StoredTensors(
             {"mlp.gate": "mlp.router"},
-            stack=ExpertStack("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),
+            stack=replace(_FUSED, is_transposed=True, takes_turns=True),
         ),
         is_kv_heads_optional=True,
         gguf=GGUFFiles(

@@ -50,7 +50,9 @@ class ExpertStack:
     """Name of the tensor with gates and ups, within a layer."""
     down: str
     is_transposed: bool = False
-    """Inputs come before outputs, gates and ups are by turns, and biases are stored as name + "_bias"."""
+    """Inputs come before outputs, and biases are stored as name + "_bias"."""
+    takes_turns: bool = False
+    """Gates and ups are by turns, else all gates come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,8 @@ class Settings:
         self.vocab_size = positive_int(self.fields, "vocab_size", _MAX_WIDTH)
         self.width = positive_int(self.fields, "intermediate_size", _MAX_WIDTH)
         self.max_positions = positive_int(self.fields, "max_position_embeddings", MAX_CONTEXT)
+        self.longest = MAX_CONTEXT
+        """Tokens of the longest sequence that the layers compute as the model does, whatever else config.json says."""
 
     def flag(self, name: str) -> bool:
         return flag(self.fields, name)

@@ -54,7 +54,9 @@ ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gel
 NORM_KINDS = {None: 0, "rms": 1, "layer": 2}
 """The code by which the kernels know a NormSpec's kind; None: no norm. NormKind in norm.h."""
 
-ROUTER_SCORES: dict[RouterScores, int] = {"softmax": 0, "softmax_of_chosen": 1, "sigmoid": 2, "sparsemixer": 3}
+ROUTER_SCORES: dict[RouterScores, int] = {
+    **{"softmax": 0, "softmax_of_chosen": 1, "sigmoid": 2, "sparsemixer": 3, "sigmoid_of_chosen": 4}
+}
 """The code by which the kernels know a router's scores: RouterScores in experts.h."""
 
 HEAD_NORMS = {("head", False): 0, ("head", True): 1, ("width", False): 2}
@@ -101,6 +103,7 @@ class ExpertsStruct(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("min_sum", "scale", "jitter")),
         *((name, PackedWeightsStruct) for name in ("shared_gate_up", "shared_down")),
         ("gates_shared", ctypes.c_int64),
+        ("weighs_inputs", ctypes.c_int64),
         ("recorded", ctypes.c_void_p),
     )
 

@@ -102,10 +102,13 @@ class PackedExperts:
         down: ExpertWeights,
         router: PackedRouter | None = None,
         shared: tuple[PackedWeights, PackedWeights] | None = None,
+        weighs_inputs: bool = False,
     ) -> None:
-        """router: None if each call gives the choices. shared: gate_up and down of the expert of all tokens."""
+        """router: None if each call gives the choices. shared: gate_up and down of the expert of all tokens.
+        weighs_inputs: as of RouterSpec."""
         self.gate_up, self.down, self._router, self._shared = gate_up, down, router, shared
         self.struct = ExpertsStruct(num_experts=len(down.packed), gate_up=gate_up.structs, down=down.structs)
+        self.struct.weighs_inputs = weighs_inputs
         if router is not None:
             spec, bias = router.spec, router.choice_bias
             self.struct.num_chosen, self.struct.router = spec.num_chosen, router.weight.struct

@@ -63,7 +63,7 @@ def choose_experts(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None)
     """logits: float32 [T, N], choice_bias [N] -> experts, int64 [T, K], and their weights, float32 [T, K]."""
     if spec.scores == "sparsemixer":
         return _mix_sparsely(logits, spec)
-    if spec.scores == "softmax_of_chosen":
+    if spec.scores in ("softmax_of_chosen", "sigmoid_of_chosen"):
         scores = logits
     else:
         scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(-1)
@@ -78,6 +78,8 @@ def choose_experts(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None)
     weights = scores.gather(1, chosen)
     if spec.scores == "softmax_of_chosen":
         weights = weights.softmax(-1)
+    elif spec.scores == "sigmoid_of_chosen":
+        weights = weights.sigmoid()
     if spec.normalizes:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.min_sum)
     return chosen, weights if spec.scale == 1 else weights * spec.scale
@@ -272,7 +274,8 @@ class Experts(nn.Module):
         if self.shared is not None:
             shared = self.shared.packed
             own_router = None if shared is None else own_router
-        self._packed = PackedExperts(gate_up, down, own_router, None if own_router is None else shared)
+        shared = None if own_router is None else shared
+        self._packed = PackedExperts(gate_up, down, own_router, shared, self.router.spec.weighs_inputs)
         return self._packed
 
     def record(self, chosen: Tensor | None) -> None:
@@ -301,12 +304,15 @@ class Experts(nn.Module):
         experts, order = chosen.flatten().sort(stable=True)
         indices = torch.arange(self.gate_up.num_experts, device=x.device)
         ends = torch.searchsorted(experts, indices, right=True, out_int32=True)
-        features = self.gate_up.activated(self.gate_up.multiply(x[order // num_chosen], ends))
+        rows, weighs_inputs = x[order // num_chosen], self.router.spec.weighs_inputs
+        if weighs_inputs:
+            rows = (rows * weights.flatten()[order].unsqueeze(1)).to(x.dtype)
+        features = self.gate_up.activated(self.gate_up.multiply(rows, ends))
         by_expert = self.down.multiply(features, ends)
         by_token = torch.empty(by_expert.shape, dtype=torch.float32, device=x.device)
         by_token[order] = by_expert.float()
-        weighted = by_token.view(*chosen.shape, -1) * weights.unsqueeze(-1)
-        return weighted.sum(1).to(x.dtype)
+        of_experts = by_token.view(*chosen.shape, -1)
+        return (of_experts if weighs_inputs else of_experts * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         shards = self.router.weight_shards(prefix)

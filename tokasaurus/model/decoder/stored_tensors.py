@@ -83,7 +83,7 @@ def _in_stack(
     if not is_down:
         width = shape[0]
         shape = (2 * width, *shape[1:])
-        if part and stack.is_transposed:  # gates and ups are by turns
+        if part and stack.takes_turns:
             part = (slice(2 * part[0].start, 2 * part[0].stop), *part[1:])
             order = torch.arange(int(is_up), part[0].stop - part[0].start, 2)
         elif part:

@@ -111,6 +111,8 @@ void choose(const Experts& experts, const float* logits, int64_t* chosen, float*
     softmax(padded_logits, num_chosen, candidates);
     std::copy(candidates, candidates + num_chosen, weights);
   }
+  if (experts.scores == kSigmoidOfChosen)
+    for (int64_t i = 0; i < num_chosen; ++i) weights[i] = sigmoid(weights[i]);
   float total = 0;
   for (int64_t i = 0; i < num_chosen; ++i) total += weights[i];
   const float divisor = experts.normalizes ? max(float(experts.min_sum), total) : 1;
@@ -161,8 +163,9 @@ class Part {
     if (given == nullptr) route(x);
     if (recorded != nullptr) std::copy_n(memory_.chosen.data(), num_pairs_, recorded);
     const int64_t* const chosen = given == nullptr ? memory_.chosen.data() : given->experts;
+    const float* const weights = given == nullptr ? memory_.weights.data() : given->weights;
     sort(chosen);
-    gather(x);
+    gather(x, weights);
     // The outputs replace the inputs, which nothing needs any longer.
     Element *const rows = memory_.by_expert.data(), *const features = memory_.features.data();
     const auto multiply_all = [&](const PackedWeights* weights, const Element* from, Element* to) {
@@ -176,7 +179,7 @@ class Part {
       multiply<Weight>({enter, x, size_, num_rows_, nullptr, memory_.shared.data()}, kUnnormed);
       multiply<Weight>({leave, memory_.shared.data(), leave.in_size, num_rows_, nullptr, out}, kUnnormed);
     }
-    add(given == nullptr ? memory_.weights.data() : given->weights, out);
+    add(weights, out);
   }
 
  private:
@@ -224,12 +227,15 @@ class Part {
     starts[0] = 0;
   }
 
-  void gather(const Element* x) {
+  void gather(const Element* x, const float* weights) {
     const PhaseTimer timer(kGemms);
     Team::get().parallel_for(num_rows_, kRows, [&](int64_t row) {
-      for (int64_t i = 0; i < experts_.num_chosen; ++i)
-        std::copy(x + row * size_, x + (row + 1) * size_,
-                  memory_.by_expert.data() + memory_.places[row * experts_.num_chosen + i] * size_);
+      for (int64_t pair = row * experts_.num_chosen; pair < (row + 1) * experts_.num_chosen; ++pair) {
+        Element* const to = memory_.by_expert.data() + memory_.places[pair] * size_;
+        std::copy(x + row * size_, x + (row + 1) * size_, to);
+        if (!experts_.weighs_inputs) continue;
+        for (int64_t i = 0; i < size_; ++i) from_float(to + i, to_float(to[i]) * weights[pair]);
+      }
     });
   }
 
@@ -238,7 +244,7 @@ class Part {
     const PhaseTimer timer(kGemms);
     const int64_t num_chosen = experts_.num_chosen, num_outputs = experts_.router.out_size;
     Team::get().parallel_for(num_rows_, kRows, [&](int64_t row) {
-      const float* const own = weights + row * num_chosen;
+      const auto weight = [&](int64_t k) { return experts_.weighs_inputs ? 1 : weights[row * num_chosen + k]; };
       const int64_t* const places = memory_.places.data() + row * num_chosen;
       const float shared = experts_.gates_shared ? sigmoid(memory_.logits[(row + 1) * num_outputs - 1]) : 1;
       Element* const to = out + row * size_;
@@ -247,12 +253,13 @@ class Part {
         Floats total{};
         if (has_shared()) total = load(to + i) * shared;
         for (int64_t k = 0; k < num_chosen; ++k)
-          total += load(memory_.by_expert.data() + places[k] * size_ + i) * own[k];
+          total += load(memory_.by_expert.data() + places[k] * size_ + i) * weight(k);
         store(to + i, total);
       }
       for (; i < size_; ++i) {
         float total = has_shared() ? to_float(to[i]) * shared : 0;
-        for (int64_t k = 0; k < num_chosen; ++k) total += to_float(memory_.by_expert[places[k] * size_ + i]) * own[k];
+        for (int64_t k = 0; k < num_chosen; ++k)
+          total += to_float(memory_.by_expert[places[k] * size_ + i]) * weight(k);
         from_float(to + i, total);
       }
     });

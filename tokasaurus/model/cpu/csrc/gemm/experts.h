@@ -4,9 +4,10 @@
 #include "gemm/gemm.h"
 
 // What is made of the router's logits: probabilities of all experts; of the chosen ones, which have the largest logits;
-// the sigmoid of each; or, arXiv 2409.12136, for each chosen one in turn its probability among those that were not
-// chosen before and whose logits are nearly as large. ROUTER_SCORES in bindings.py.
-enum RouterScores : int64_t { kSoftmax, kSoftmaxOfChosen, kSigmoid, kSparseMixer };
+// the sigmoid of each; arXiv 2409.12136, for each chosen one in turn its probability among those that were not chosen
+// before and whose logits are nearly as large; or the sigmoid of each chosen one, which have the largest logits.
+// ROUTER_SCORES in bindings.py.
+enum RouterScores : int64_t { kSoftmax, kSoftmaxOfChosen, kSigmoid, kSparseMixer, kSigmoidOfChosen };
 
 // Filled by Python: bindings.ExpertsStruct.
 struct Experts {
@@ -25,7 +26,8 @@ struct Experts {
   double jitter;                              // with kSparseMixer, half of the relative distance of logits to leave out
   PackedWeights shared_gate_up, shared_down;  // of an expert of all rows; panels of null: there is none
   int64_t gates_shared;                       // its output is multiplied by the sigmoid of the router's last output
-  int32_t* recorded;                          // [num_rows, num_chosen] of a call: gets the router's choices; or null
+  int64_t weighs_inputs;  // a row's weights are factors of its experts' inputs, not of their outputs
+  int32_t* recorded;      // [num_rows, num_chosen] of a call: gets the router's choices; or null
 };
 
 // Experts of rows that Python has chosen.
