@@ -41,10 +41,10 @@ def common_prefix(first: list[int], second: list[int]) -> int:
 
 
 @few(2, "num_tokens", [16, 65, 17, 48])
-def test_a_repeated_prompt_is_cached_except_for_its_last_block(num_tokens: int, toka: TokaProcess) -> None:
+def test_a_repeated_prompt_is_cached_in_whole_blocks_but_for_its_last_token(num_tokens: int, toka: TokaProcess) -> None:
     rng = random.Random(num_tokens)
     prompt = [rng.randrange(1000, 20000) for _ in range(num_tokens)]
-    num_in_blocks = (num_tokens - 1) // PAGE_SIZE * PAGE_SIZE
+    num_in_blocks = min(num_tokens // PAGE_SIZE * PAGE_SIZE, num_tokens - 1)
     bodies = [{}, {}, {"n": 3}, {"cache_salt": "a"}, {"cache_salt": "b", "n": 2}, {"cache_salt": "a"}, {}]
     cached = [num_cached(ask(toka, "completions", prompt=prompt, max_tokens=2, **fields)) for fields in bodies]
     assert cached == [0, num_in_blocks, num_in_blocks, 0, 0, num_in_blocks, num_in_blocks]
@@ -59,7 +59,7 @@ def test_prompts_share_their_common_blocks(toka: TokaProcess) -> None:
         expected = (
             max((common_prefix(prompt, earlier) for earlier in earlier_prompts), default=0) // PAGE_SIZE * PAGE_SIZE
         )
-        expected = min(expected, (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE)
+        expected = min(expected, len(prompt) - 1)
         # One token is sampled and its KV is never computed: the cache has only whole blocks of prompts.
         assert num_cached(ask(toka, "completions", prompt=prompt, max_tokens=1)) == expected
         earlier_prompts.append(prompt)
@@ -91,7 +91,7 @@ def test_prompt_logprobs_match_transformers_for_split_and_cached_prompts(toka: T
     fields = {"prompt": prompts, "cache_salt": "scores", "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
     answers = [ask(toka, "completions", **fields, prompt_logprobs=3) for _ in range(2)]
     # With N blocks of prompt logprobs cached, the last of their tokens is recomputed: its logits score the next token.
-    assert num_cached(answers[1]) == sum(max(0, (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE - 1) for prompt in prompts)
+    assert num_cached(answers[1]) == sum(max(0, len(prompt) // PAGE_SIZE * PAGE_SIZE - 1) for prompt in prompts)
     model = AutoModelForCausalLM.from_pretrained(with_safetensors(checkpoint.directory), dtype=torch.float32).eval()
     for index, prompt in enumerate(prompts):
         with torch.inference_mode():

@@ -31,12 +31,12 @@ class Texts:
         self.texts: list[tuple[str, list[int]]] = []
 
     def num_cached(self, request: GenerateRequest) -> int:
-        """Prompt tokens that need not be computed: whole blocks, never including the last token."""
+        """Prompt tokens that need not be computed: those of whole blocks, but for the last token."""
         prompt, most = request.prompt_ids.tolist(), 0
         for salt, text in self.texts:
-            for end in range(PAGE_SIZE, len(prompt), PAGE_SIZE):
+            for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE):
                 if salt == request.cache_salt and text[:end] == prompt[:end]:
-                    most = max(most, end)
+                    most = max(most, min(end, len(prompt) - 1))
         return most
 
     def add(self, request: GenerateRequest, completion: list[int]) -> None:

@@ -149,7 +149,8 @@ class FakeWorker:
                     0 if opens.num_top_logprobs is None else int(opens.num_top_logprobs[row]),
                     int((opens.first_positions if opens.first_writes is None else opens.first_writes)[row]),
                 )
-                assert slot.position <= slot.first_write < slot.num_prompt_tokens
+                assert slot.position <= slot.first_write <= slot.num_prompt_tokens
+                assert slot.position < slot.num_prompt_tokens
                 self.slots[slot_id] = slot
                 self.opened.append(slot.key)
                 self.start_positions.append(slot.position)

@@ -140,7 +140,7 @@ def test_a_readmitted_sequence_reads_its_blocks_from_the_prefix_tree(num_steps):
     preempt(state, sequence)
     assert state.blocks.num_used == 0
     driver.step()
-    start = (min(num_kv_tokens, num_known - 1)) // 4 * 4
+    start = min(min(num_kv_tokens, num_known) // 4 * 4, num_known - 1)
     assert driver.worker.opened == [(1, 0)] * len(driver.worker.opened)
     driver.run_until_idle()
     assert driver.worker.start_positions == [0, start]

@@ -70,18 +70,14 @@ class SampleGroup:
     match: PrefixMatch
     """The cached prefix of the prompt, found in the prefix tree."""
     first_position: int
-    """Prompt position where the first sample's prefill starts. The other samples start after the shared blocks."""
+    """Prompt position where the first sample's prefill starts. The other samples start after the shared blocks, or at
+    the last token."""
     num_cached_blocks: int
     """Blocks of the prompt in `match`, or in the prefix tree once the candidates before it are admitted."""
     path: list[tuple[int, int]]
     """(node, number of blocks used in it) for the whole prompt blocks that the samples share.
 
     An existing node of the tree is given by its index, a node that candidates will add by a negative number.
-    """
-    last_node: int | None
-    """New node for the whole block that contains the prompt's last token; None if there is none.
-
-    Only the first sample uses it: the last token is always computed, so its block is never shared.
     """
 
 
@@ -190,7 +186,7 @@ def admit_described(state: EngineState, candidates: Candidates, num: int) -> Non
         slots.append(sequence.slot)
         if end - sample_group.start > 1:
             assert sequence.node is not None
-            num_shared = (len(sequence.prompt) - 1) // page_size
+            num_shared = len(sequence.prompt) // page_size
             shared = PrefixMatch(sequence.node, sequence.node.end_block).first_blocks(num_shared)
             for _ in range(sample_group.start + 1, end):
                 other = state.queues.take_first_waiting()
@@ -220,27 +216,20 @@ def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecas
     num_tokens, num_steps = candidates.num_prompt_tokens[:num], candidates.decode_steps[:num]
     sample_groups = [sample_group for sample_group in candidates.sample_groups if sample_group.start < num]
     starts = np.array([sample_group.start for sample_group in sample_groups])
-    num_shared = (num_tokens - 1) // page_size  # each sample has its own block for the last token
     prefill = kv_forecast.prefill.extend(candidates.num_to_compute[:num], num_steps)
     last_steps = prefill.start_steps + num_steps + kv_forecast.release_delay
-    num_own_tokens = num_tokens - num_shared * page_size
 
     node_uses: dict[int, tuple[int, int]] = {}
     for sample_group, last_step in zip(sample_groups, np.maximum.reduceat(last_steps, starts).tolist(), strict=True):
         for node, num_blocks in sample_group.path:
             num_used, latest = node_uses.get(node, (0, -1))
             node_uses[node] = max(num_used, num_blocks), max(latest, last_step)
-    for sample_group in sample_groups:
-        if sample_group.last_node is not None:
-            _, latest = node_uses.get(sample_group.last_node, (1, -1))
-            node_uses[sample_group.last_node] = 1, max(latest, int(last_steps[sample_group.start]))
-            num_own_tokens[sample_group.start] = 0
     nodes = np.fromiter(node_uses, np.int64, len(node_uses))
     blocks_and_ends = np.array(list(node_uses.values()), np.int64).reshape(-1, 2)
     first_steps = np.where(nodes > 0, kv_forecast.node_last_steps[np.maximum(nodes, 0)] + 1, 0)
     is_longer = blocks_and_ends[:, 1] >= first_steps
     shared = SharedLoads(blocks_and_ends[is_longer, 0], first_steps[is_longer], blocks_and_ends[is_longer, 1])
-    own = SequenceLoads(num_own_tokens, prefill.start_steps, num_steps)
+    own = SequenceLoads(num_tokens % page_size, prefill.start_steps, num_steps)
     return simulate_kv(own, shared, page_size, kv_forecast.release_delay)
 
 
@@ -289,7 +278,7 @@ def _num_prompt_blocks(candidates: Candidates) -> Int64Array:
     """[K] blocks to allocate when each candidate is admitted after those before it."""
     page_size = candidates.page_size
     num_prompt_blocks = -(-candidates.num_prompt_tokens // page_size)
-    num_new: Int64Array = num_prompt_blocks - (candidates.num_prompt_tokens - 1) // page_size
+    num_new: Int64Array = num_prompt_blocks - candidates.num_prompt_tokens // page_size
     starts = [sample_group.start for sample_group in candidates.sample_groups]
     num_new[starts] = num_prompt_blocks[starts] - [group.num_cached_blocks for group in candidates.sample_groups]
     return num_new
@@ -307,7 +296,7 @@ def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
     num_prompt_tokens = np.array([len(sequence.prompt) for sequence in sequences])
     page_size = state.options.limits.page_size
     sample_groups = _group_by_prompt(state, sequences)
-    first_positions = (num_prompt_tokens - 1) // page_size * page_size
+    first_positions = np.minimum(num_prompt_tokens // page_size * page_size, num_prompt_tokens - 1)
     first_positions[[sample_group.start for sample_group in sample_groups]] = [
         sample_group.first_position for sample_group in sample_groups
     ]
@@ -317,9 +306,7 @@ def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
 class _CachedPrompt(NamedTuple):
     first: int
     """Index of its first sample among the candidates."""
-    whole_match: PrefixMatch
     match: PrefixMatch
-    """Without the block that contains the prompt's last token."""
     key: bytes
     """Equal for prompts that continue the same cached prefix with the same block."""
 
@@ -340,27 +327,26 @@ def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[Samp
             continue
         prompt = sequence.prompt
         num_tokens, token_bytes = len(prompt.token_ids), prompt.token_bytes
-        whole_match = tree.match(token_bytes, sequence.salt, num_tokens // page_size)
-        match = whole_match.first_blocks((num_tokens - 1) // page_size)
+        match = tree.match(token_bytes, sequence.salt, num_tokens // page_size)
         start = match.num_blocks * block_bytes
         key = _branch(match, sequence.salt) + token_bytes[start : start + block_bytes]
         num_with_key[key] = num_with_key.get(key, 0) + 1
-        prompts.append(_CachedPrompt(index, whole_match, match, key))
-    is_alone = [num_with_key[key] == 1 and not sequences[index].needs_prompt_logprobs for index, _, _, key in prompts]
+        prompts.append(_CachedPrompt(index, match, key))
+    is_alone = [num_with_key[key] == 1 and not sequences[index].needs_prompt_logprobs for index, _, key in prompts]
     others = [prompt for prompt, alone in zip(prompts, is_alone, strict=True) if not alone]
     shared = {group.start: group for group in _share(state, sequences, others)} if others else {}
     new_nodes = count(FIRST_NODE_ALONE, -1)
     sample_groups = []
-    for (index, whole_match, match, _), alone in zip(prompts, is_alone, strict=True):
+    for (index, match, _), alone in zip(prompts, is_alone, strict=True):
         if not alone:
             sample_groups.append(shared[index])
             continue
         num_tokens, num_cached = len(sequences[index].prompt.token_ids), match.num_blocks
-        num_whole, num_shared = num_tokens // page_size, (num_tokens - 1) // page_size
-        path = [(next(new_nodes), num_shared - num_cached)] if num_shared > num_cached else []
-        last_node = next(new_nodes) if num_whole > num_shared and whole_match.num_blocks < num_whole else None
+        num_new = num_tokens // page_size - num_cached
+        path = [(next(new_nodes), num_new)] if num_new else []
         path += _path_of_match(tree, match)
-        sample_groups.append(SampleGroup(index, match, num_cached * page_size, num_cached, path, last_node))
+        start = min(num_cached * page_size, num_tokens - 1)
+        sample_groups.append(SampleGroup(index, match, start, num_cached, path))
     return sample_groups
 
 
@@ -377,39 +363,33 @@ def _share(state: EngineState, sequences: list[Sequence], prompts: list[_CachedP
     reserved_num_top = np.empty(0, np.int32)
     if state.blocks.prompt_logprobs is not None and any(sequence.needs_prompt_logprobs for sequence in sequences):
         reserved_num_top = state.blocks.prompt_logprobs.reserved(max_new)
-    found: list[tuple[int, int, int, PrefixMatch, PrefixNode, int | None]] = []
-    for index, whole_match, match, _ in prompts:
+    found: list[tuple[int, int, int, PrefixMatch, PrefixNode]] = []
+    for index, match, _ in prompts:
         sequence = sequences[index]
         prompt = sequence.prompt
-        num_whole, num_shared = len(prompt) // page_size, (len(prompt) - 1) // page_size
+        num_whole = len(prompt) // page_size
         branch = _branch(match, sequence.salt)
-        rest = prompt.token_bytes[match.num_blocks * block_bytes : num_shared * block_bytes]
+        rest = prompt.token_bytes[match.num_blocks * block_bytes : num_whole * block_bytes]
         scratch_match = scratch_tree.match(rest, branch)
         node = scratch_tree.acquire(scratch_match)
         num_cached = match.num_blocks + scratch_match.num_blocks
         new = numbers[num_numbered : num_numbered + num_whole - num_cached]
         num_numbered += len(new)
-        start = num_cached * page_size
+        start = min(num_cached * page_size, len(prompt) - 1)
         if sequence.needs_prompt_logprobs:
             cached = np.concatenate((tree.blocks_on_path(match), scratch_tree.blocks_on_path(scratch_match)))
             num_with_logprobs = _add_reservation(
                 reserved_num_top, cached, new, sequence.request.num_top_prompt_logprobs
             )
             start = first_position(num_with_logprobs, page_size)
-        num_new = num_shared - num_cached
-        if num_new:
-            node = scratch_tree.insert(node, rest[scratch_match.num_blocks * block_bytes :], new[:num_new], branch)
-        last_node = None
-        if num_whole > num_shared and whole_match.num_blocks < num_whole:
-            last_bytes = prompt.token_bytes[num_shared * block_bytes : num_whole * block_bytes]
-            last = scratch_tree.insert(node, last_bytes, new[num_new:], branch)
-            last_node = None if last is node else -last.index
-        found.append((index, start, num_cached, match, node, last_node))
+        if len(new):
+            node = scratch_tree.insert(node, rest[scratch_match.num_blocks * block_bytes :], new, branch)
+        found.append((index, start, num_cached, match, node))
     sample_groups = []
-    for index, start, num_cached, match, node, last_node in found:
+    for index, start, num_cached, match, node in found:
         path = [(-ancestor.index, len(ancestor.blocks)) for ancestor in _ancestors(scratch_tree, node)]
         path += _path_of_match(tree, match)
-        sample_groups.append(SampleGroup(index, match, start, num_cached, path, last_node))
+        sample_groups.append(SampleGroup(index, match, start, num_cached, path))
     return sample_groups
 
 

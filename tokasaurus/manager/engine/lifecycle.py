@@ -35,8 +35,7 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
     cached = tree.root if cached is None else cached
     block_bytes = 4 * page_size
     rest_bytes = prompt.token_bytes[cached.end_block * block_bytes :]
-    # The last token is always computed, for its logits, so its block is never shared.
-    match = tree.match(rest_bytes, sequence.salt, (num_tokens - 1) // page_size, start=cached)
+    match = tree.match(rest_bytes, sequence.salt, num_tokens // page_size, start=cached)
     shared = tree.blocks_on_path(match)
     node = tree.acquire(match, current=cached)
     num_tree_blocks = match.num_blocks
@@ -63,10 +62,11 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
 
 def _start(state: EngineState, sequence: Sequence, cached: NDArray[np.int32]) -> int:
     """First position that the prefill computes, given that the KV of its first blocks, `cached`, will be there: after
-    these or, if prompt logprobs are wanted, the first position whose logits are needed."""
+    these or, for its logits, at the last token; if prompt logprobs are wanted, the first position whose logits are
+    needed."""
     page_size = state.options.limits.page_size
     if not sequence.needs_prompt_logprobs:
-        return len(cached) * page_size
+        return min(len(cached) * page_size, len(sequence.prompt) - 1)
     assert state.blocks.prompt_logprobs is not None
     num_top = sequence.request.num_top_prompt_logprobs
     return first_position(state.blocks.prompt_logprobs.num_leading_blocks(cached, num_top), page_size)

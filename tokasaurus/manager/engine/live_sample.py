@@ -275,7 +275,7 @@ def _blocks_of_first(candidates: Candidates, kv_forecast: KVForecast) -> tuple[I
     does)."""
     page_size, delay = candidates.page_size, kv_forecast.release_delay
     num_tokens, num_steps = candidates.num_prompt_tokens[:1], candidates.decode_steps[:1]
-    num_own_tokens = num_tokens - (num_tokens - 1) // page_size * page_size
+    num_own_tokens = num_tokens % page_size
     starts = kv_forecast.prefill.extend(candidates.num_to_compute[:1], num_steps).start_steps
     no_loads = SharedLoads(_NO_BLOCKS, _NO_BLOCKS, _NO_BLOCKS)
     curve = simulate_kv(SequenceLoads(num_own_tokens, starts, num_steps), no_loads, page_size, delay)
