@@ -614,6 +614,7 @@ def test_every_sampling_field_of_the_api_can_be_set() -> None:
         # options: of the text and of the prompt
         *("skip_special_tokens", "include_stop_str_in_output", "no_stop_trim"),
         *("truncate_prompt_tokens", "add_special_tokens", "allowed_token_ids", "bad_words"),
+        *("return_routed_experts", "routed_experts_prompt_start"),  # of roll-outs
     }
     assert own == set(SamplingFields.model_fields) - elsewhere
 
