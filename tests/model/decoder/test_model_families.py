@@ -106,7 +106,8 @@ def save_with_images(directory: Path, family: str, vision: dict[str, Any]) -> Pr
 
 def assert_text_is_served(directory: Path, oracle: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING")
-    assert_logits_equal(directory, oracle)
+    # transformers' whole class of Llama 4 fails without images.
+    assert_logits_equal(directory, oracle.language_model if oracle.config.model_type == "llama4" else oracle)
     (line,) = {record.message for record in caplog.records if "passed over" in record.message}
     names = [name for name, _ in oracle.named_parameters()]
     assert line.split()[0] == str(sum("language_model" not in name and "lm_head" not in name for name in names))
@@ -116,7 +117,11 @@ OF_MISTRAL = {**VISION, "head_dim": 16, "model_type": "pixtral"}
 
 
 @pytest.mark.parametrize(
-    ("family", "vision"), [("gemma3_text", VISION), ("mistral", OF_MISTRAL), ("ministral3", OF_MISTRAL)]
+    ("family", "vision"),
+    [
+        *(("gemma3_text", VISION), ("mistral", OF_MISTRAL), ("ministral3", OF_MISTRAL)),
+        ("llama4_text", {**VISION, "projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}),
+    ],
 )
 def test_the_text_model_of_a_checkpoint_with_images_is_served(
     family: str, vision: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -454,6 +454,7 @@ FAMILIES = {
                 "feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", is_transposed=True
             ),
         ),
+        with_images=("llama4", "Llama4ForConditionalGeneration"),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
