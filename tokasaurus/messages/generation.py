@@ -130,7 +130,7 @@ class GenerateRequest:
     """When the server had its body, by time.monotonic, which all processes of a machine share; 0: not measured."""
     kept: "tuple[SequenceDelta, ...]" = ()
     """What some of its sequences had when an earlier server stopped, one delta each. Such a sequence continues as after
-    a preemption, or has ended if the delta has a finish_reason. Without want_prompt_logprobs."""
+    a preemption, or has ended if the delta has a finish_reason. Without want_prompt_logprobs and want_experts."""
 
     @property
     def num_kept_tokens(self) -> int:

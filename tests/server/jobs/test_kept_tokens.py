@@ -10,7 +10,7 @@ import apsw
 import numpy as np
 import pytest
 
-from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
+from tests.server.helpers.fake_engine import LIMITS, FakeEngine, Reply, echo
 from tests.server.jobs.helpers.batch_service import RunningService, prompts, run, running_service, texts_of
 from tokasaurus.messages.commands import AbortRequests
 from tokasaurus.messages.generation import (
@@ -214,21 +214,26 @@ def test_what_is_damaged_is_not_used(served_model: ServedModel, tmp_path: Path, 
     run(test())
 
 
-def test_lines_beyond_the_limit_and_lines_with_prompt_logprobs_start_over(
+def test_lines_beyond_the_limit_and_lines_with_prompt_logprobs_or_experts_start_over(
     served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limits = replace(LIMITS, num_routed_experts=6)
+
     async def test() -> None:
-        async with running_service(served_model, tmp_path, FakeEngine(script=begin_some)) as running:
+        async with running_service(served_model, tmp_path, FakeEngine(script=begin_some, limits=limits)) as running:
             bodies = prompts(NUM_BEGUN)
             bodies[0]["prompt_logprobs"] = 0
+            bodies[1]["return_routed_experts"] = True
             batch = await running.create(*bodies)
             await running.until(lambda engine: len(engine.requests) == NUM_BEGUN)
-            monkeypatch.setattr(runner, "MAX_KEPT_BYTES", 3000)
+            monkeypatch.setattr(runner, "MAX_KEPT_BYTES", 2000)
         calls = running.client.calls
         assert calls.num_lines_left == NUM_BEGUN
-        assert 0 < calls.num_kept_tokens < (NUM_BEGUN - 1) * BEGINNING
-        async with running_service(served_model, tmp_path) as running:
+        assert 0 < calls.num_kept_tokens < (NUM_BEGUN - 2) * BEGINNING
+        async with running_service(served_model, tmp_path, FakeEngine(limits=limits)) as running:
             assert (await running.finish(batch.number)).num_completed == NUM_BEGUN
+            asked = [request for request in running.engine.requests if request.want_experts]
+            assert [request.kept for request in asked] == [()]
             num_kept = sum(request.num_kept_tokens for request in running.engine.requests)
             assert num_kept == calls.num_kept_tokens
             assert running.client.calls.num_generated_tokens + num_kept == NUM_BEGUN * len("line 0")

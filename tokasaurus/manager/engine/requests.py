@@ -96,7 +96,6 @@ def _continue(sequence: Sequence, kept: SequenceDelta) -> None:
         assert sequence.kept_top is not None, "the request wants top-k logprobs"
         for token_ids, logprobs in zip(kept.top.token_ids, kept.top.logprobs, strict=True):
             sequence.kept_top.append(token_ids, logprobs)
-    sequence.kept_experts = kept.experts
     sequence.num_cached_tokens = kept.num_cached_tokens
     sequence.counts = TokenCounts(
         asked=len(request.prompt_ids),

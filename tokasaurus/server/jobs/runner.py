@@ -431,8 +431,9 @@ class BatchRunner:
 
     async def _cut(self, requests: list[PendingRequest], only_waiting: bool = False) -> None:
         """End requests of lines with the tokens that they have, which are kept. only_waiting: those that do not run
-        yet. Lines with logprobs of their prompt start over: what is known of these is not returned."""
-        ids = {one.request.request_id for one in requests if not one.request.want_prompt_logprobs}
+        yet. Lines with logprobs of their prompt, or experts, start over: what is known of these is not returned."""
+        asked = (one.request for one in requests)
+        ids = {each.request_id for each in asked if not (each.want_prompt_logprobs or each.want_experts)}
         with suppress(asyncio.TimeoutError):  # the engine hangs
             abort = self._state.engine.abort(lambda request: request.request_id in ids, only_waiting)
             await asyncio.wait_for(abort, STOP_SECONDS)
