@@ -207,6 +207,7 @@ static inline void scale_scores(float* scores, const float* key_scales, int coun
 template <bool has_scales, typename Stored, typename Weight>
 static inline void update_online_softmax(Scratch<Stored>& scratch, int query, float* scores, int first, int visible,
                                          int padded, float scale, int64_t head_dim, Weight* weights) {
+  constexpr bool is_rounded = std::is_same_v<Weight, bfloat16>;
   if (std::max(first, 0) >= std::min(visible, padded)) {
     std::memset(weights, 0, padded * sizeof *weights);
     return;
@@ -218,16 +219,21 @@ static inline void update_online_softmax(Scratch<Stored>& scratch, int query, fl
   float reference = scratch.reference[query];
   if (any_greater(largest, reference + 8.0f / scale)) {
     const float new_reference = max(largest);
-    const float rescale = std::exp2((reference - new_reference) * scale);
+    const float rescale =
+        std::exp2(is_rounded ? reference * scale - new_reference * scale : (reference - new_reference) * scale);
     scratch.reference[query] = reference = new_reference;
     scratch.sum[query] *= rescale;
     float* output = scratch.output + query * head_dim;
     for (int64_t d = 0; d < head_dim; d += kLanes) store(output + d, load(output + d) * rescale);
   }
   Floats sum = scratch.sum[query];
+  const float scaled_reference = reference * scale;
   for (int token = 0; token < padded; token += kLanes) {
-    // The difference first: the product of a large score would be rounded.
-    const Floats weight = exp2((load(scores + token) - reference) * scale);
+    Floats weight;
+    if constexpr (is_rounded)
+      weight = exp2_to_bfloat16(load(scores + token) * scale - scaled_reference);
+    else  // the difference first: the product of a large score would be rounded
+      weight = exp2((load(scores + token) - reference) * scale);
     sum += weight;
     if constexpr (has_scales)
       store(weights + token, weight * load(scratch.value_scales + token));

@@ -78,6 +78,21 @@ static TOKA_INLINE Floats exp2(Floats x) {
 #endif
 }
 
+// exp2 to a relative error of 3e-6, for results that are rounded to bfloat16.
+static TOKA_INLINE Floats exp2_to_bfloat16(Floats x) {
+#if defined(__AVX512DQ__)
+  // The polynomial with the smallest relative error from 2^f for 0 <= f < 1; what is multiplied is 2^(x - f).
+  const Floats f = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  Floats p = f * 1.353417e-2f + 5.201146e-2f;
+  p = p * f + 2.4144275e-1f;
+  p = p * f + 6.9300383e-1f;
+  p = p * f + 1.0000026f;
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+  return exp2(x);
+#endif
+}
+
 // Natural logarithm of positive normal numbers to a relative error of 3e-7.
 // x = 2^n m, sqrt(1/2) <= m < sqrt(2); log m = 2 atanh(s), s = (m - 1) / (m + 1), by its odd series.
 static TOKA_INLINE Floats log_positive(Floats x) {
