@@ -21,8 +21,8 @@ from tokasaurus.commands.bench.results import machine_facts
 
 ROWS = (1, 8, 64, 512)
 IN_SIZE, OUT_SIZE = 576, 1536
-NUM_MATRICES = 48
-"""Weights multiplied one after the other, too large for any cache together, so that they come from memory."""
+NUM_WEIGHTS = 42_000_000
+"""At least so many are multiplied one after the other, too large for most caches together: they come from memory."""
 
 TORCH_ENVIRONMENT = {
     "avx2_vnni": {
@@ -75,7 +75,7 @@ class Level:
         return self.gflops[OURS_FLOAT32][1] * 2  # two floating-point operations for each weight of four bytes
 
 
-def measure(cpu_isa: str, num_rounds: int) -> Level:
+def measure(cpu_isa: str, num_rounds: int, in_size: int, out_size: int) -> Level:
     """Measure in this process. TORCH_ENVIRONMENT[cpu_isa] must have been set before torch was imported."""
     import torch
     from gguf import GGMLQuantizationType, quantize
@@ -90,12 +90,12 @@ def measure(cpu_isa: str, num_rounds: int) -> Level:
             rows = quantized_at_load(weight, "int8")
         else:
             rows = BlockRows(kind, torch.from_numpy(quantize(weight.numpy(), GGMLQuantizationType[kind])))
-        return PackedWeights(layer_kernels, BlockWeight(IN_SIZE, torch.bfloat16, (rows,), is_int8), None)
+        return PackedWeights(layer_kernels, BlockWeight(in_size, torch.bfloat16, (rows,), is_int8), None)
 
     kernels = load_kernels(cpu_isa)
     assert kernels is not None
     layer_kernels = LayerKernels(kernels)
-    plain = [torch.randn(OUT_SIZE, IN_SIZE) for _ in range(NUM_MATRICES)]
+    plain = [torch.randn(out_size, in_size) for _ in range(-(-NUM_WEIGHTS // (in_size * out_size)))]
     rounded = [weight.bfloat16() for weight in plain]
     ours = [PackedWeights(layer_kernels, weight, None) for weight in plain]
     ours_rounded = [PackedWeights(layer_kernels, weight, None) for weight in rounded]
@@ -115,7 +115,7 @@ def measure(cpu_isa: str, num_rounds: int) -> Level:
     read = 0.0
     with torch.inference_mode():
         for num_rows in ROWS:
-            x = torch.randn(num_rows, IN_SIZE)
+            x = torch.randn(num_rows, in_size)
             candidates: dict[str, Sequence[Callable[[], object]]] = {
                 OURS_FLOAT32: [packed(x, weight) for weight in ours],
                 TORCH_FLOAT32: [linear(x, weight) for weight in plain],
@@ -130,13 +130,14 @@ def measure(cpu_isa: str, num_rounds: int) -> Level:
             if num_rows == 1:
                 read = read_bytes / seconds["read"] / 1e9
             for name in names:
-                gflops[name][num_rows] = 2 * num_rows * IN_SIZE * OUT_SIZE / seconds[name] / 1e9
+                gflops[name][num_rows] = 2 * num_rows * in_size * out_size / seconds[name] / 1e9
     return Level(cpu_isa, gflops, read)
 
 
 def measure_in_child(cpu_isa: str, args: argparse.Namespace) -> Level:
     """Measure in a new process, since torch reads TORCH_ENVIRONMENT only when it is imported."""
     command = [sys.executable, "-m", "benchmarks.kernels.gemm", "--child", cpu_isa, "--rounds", str(args.rounds)]
+    command += ["--weights", *map(str, args.weights)]
     environment = os.environ | TORCH_ENVIRONMENT.get(cpu_isa, {})
     output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     found = json.loads(output.splitlines()[-1])
@@ -173,9 +174,9 @@ def check_level(level: Level) -> list[Check]:
     ]
 
 
-def print_level(level: Level, console: Console) -> None:
+def print_level(level: Level, weights: Sequence[int], console: Console) -> None:
     console.print(
-        f"\n{level.cpu_isa}: GFLOP/s of gemms with weights of {IN_SIZE} x {OUT_SIZE}, read from memory; "
+        f"\n{level.cpu_isa}: GFLOP/s of gemms with weights of {weights[0]} x {weights[1]}, read from memory; "
         f"our float32 gemm of one row reads {level.streamed:.1f} GB/s, a plain read {level.read:.1f} GB/s",
         soft_wrap=True,
     )
@@ -193,6 +194,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=15, metavar="N", help="measured rounds over all implementations (default: 15)"
     )
+    parser.add_argument(
+        "--weights", type=int, nargs=2, default=[IN_SIZE, OUT_SIZE], metavar=("IN", "OUT"), help="(default: 576 1536)"
+    )
     add_result_arguments(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -202,14 +206,14 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if --check was given and a limit was missed, otherwise 0."""
     args = parse(argv)
     if args.child is not None:
-        print(json.dumps(dataclasses.asdict(measure(args.child, args.rounds))))
+        print(json.dumps(dataclasses.asdict(measure(args.child, args.rounds, *args.weights))))
         return 0
     console = make_console(120)
     found = begin_results(args, machine_facts("torch"), console) | {"levels": []}
     checks: list[Check] = []
     for cpu_isa in args.cpu_isa or machine_levels():
         level = measure_in_child(cpu_isa, args)
-        print_level(level, console)
+        print_level(level, args.weights, console)
         found["levels"].append(level)
         checks += check_level(level)
     return end_results(found, checks, args, console)

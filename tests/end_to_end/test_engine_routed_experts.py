@@ -14,6 +14,7 @@ from tests.manager.helpers.requests import make_request
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.routed_experts import assert_are_of
 from tests.model.helpers.steps import make_runner, one_thread
+from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.messages.commands import AbortRequests
 from tokasaurus.messages.generation import GenerateRequest
 
@@ -95,3 +96,30 @@ def test_aborted_sequences_have_the_experts_of_their_tokens(tmp_path: Path) -> N
         assert 0 < len(delta.token_ids) < 60
         assert delta.experts is not None
         assert_are_of(oracle, [*prompt.tolist(), *delta.token_ids], delta.experts)
+
+
+def test_experts_of_before_a_preemption_are_those_that_were_sampled_with(tmp_path: Path) -> None:
+    """New weights may come between: what is computed again has other experts then."""
+    save_random_model(tmp_path, option_config("qwen3_moe", 0))
+    model, info = load(tmp_path, packed=True)
+    driver = EngineDriver(make_options(NUM_BLOCKS, 16, max_tokens_per_forward=64))
+    driver.worker = Worker(make_runner(model, info, "cpu", num_blocks=NUM_BLOCKS, num_slots=driver.options.num_slots))
+    prompt = np.arange(30, dtype=np.int32)
+    driver.step([dataclasses.replace(make_request(1, 1, 1, 60), prompt_ids=prompt, want_experts=True)])
+    for times in range(2):
+        for _ in range(10):
+            driver.step(num_results=1)
+        (sequence,) = driver.running()
+        preempt(driver.state, sequence)
+        assert sequence.kept_experts is not None
+        marked = len(sequence.kept_experts)
+        if not times:
+            first = marked
+            sequence.kept_experts[:] = 99  # as no router chooses
+        assert (sequence.kept_experts == 99).all(axis=(1, 2)).tolist() == [True] * first + [False] * (marked - first)
+    while not driver.deltas:
+        driver.step(num_results=1)
+    (delta,) = driver.deltas
+    assert delta.experts is not None
+    assert len(delta.experts) == 30 + 60 - 1 > marked > first
+    assert (delta.experts == 99).all(axis=(1, 2)).sum() == first

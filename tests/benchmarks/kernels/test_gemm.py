@@ -65,12 +65,10 @@ def test_one_row_may_reach_the_read_bandwidth_instead_of_beating_torch() -> None
 
 def test_every_level_of_this_machine_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "ROWS", (1, 2, 8, 64, 512))
-    monkeypatch.setattr(gemm, "IN_SIZE", 32)
-    monkeypatch.setattr(gemm, "OUT_SIZE", 48)
-    monkeypatch.setattr(gemm, "NUM_MATRICES", 2)
+    monkeypatch.setattr(gemm, "NUM_WEIGHTS", 2 * 32 * 48)
     file = tmp_path / "gemm.json"
-    monkeypatch.setattr(gemm, "measure_in_child", lambda cpu_isa, _: measure(cpu_isa, num_rounds=2))
-    assert gemm.main(["--json", str(file)]) == 0
+    monkeypatch.setattr(gemm, "measure_in_child", lambda cpu_isa, args: measure(cpu_isa, 2, *args.weights))
+    assert gemm.main(["--weights", "32", "48", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert [level["cpu_isa"] for level in found["levels"]] == machine_levels()
     assert len(found["levels"]) > 0

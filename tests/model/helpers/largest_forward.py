@@ -40,15 +40,17 @@ NUM_TOP = 20
 
 def main(directory: Path, dtype: torch.dtype, is_int8: bool, has_blocks: bool) -> None:
     torch.set_num_threads(NUM_THREADS)
+    kernels = load_kernels()
+    assert kernels is not None
     info = read_model_info(directory)
     limits = ForwardLimits(max_tokens=4096, max_seqs=512, context_length=2048, vocab_size=info.vocab_size)
     model = build_decoder(info, Mesh(), dtype)
     model.materialize(CPU, limits.context_length)
     load_weights(weight_files(directory), model.weight_shards(), model.ignores, lambda _: None)
-    model.pack(load_kernels(), packing=Packing("int8", is_int8) if has_blocks else PLAIN)
+    model.pack(kernels, packing=Packing("int8", is_int8) if has_blocks else PLAIN)
     runner = make_runner(model, info, "cpu", PAGE_SIZE, num_blocks=600, num_slots=limits.max_seqs, dtype=dtype)
     sizes = PAGE_SIZE, model.activation_dtype.itemsize, NUM_THREADS, NUM_TOP
-    memory = largest_forward(info, limits, *sizes, is_int8, has_blocks)
+    memory = largest_forward(info, limits, *sizes, is_int8, has_blocks, kernels.max_tiled_rows)
     warm_up_small(runner, limits, PAGE_SIZE)  # loads the code that the measured forwards run
     before = reset_peak()
     reserve(memory, model, limits)

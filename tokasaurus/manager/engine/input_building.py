@@ -252,7 +252,8 @@ def _step_prefilling(
         count_computed(state, sequence, start, end)
         prompt_ids.append(sequence.prompt.token_ids[start:end])
         slots.num_kv_tokens[slot] = end
-        is_computed[slots.block_tables[slot, start // page_size : end // page_size]] = True
+        first_written = max(start, int(slots.first_writes[slot]))
+        is_computed[slots.block_tables[slot, first_written // page_size : end // page_size]] = True
         if end == len(sequence.prompt):
             done.append(slot)
     return prompt_ids, opened, done
@@ -275,7 +276,8 @@ def _build_logprob_chunks(
 
 
 def _expert_tokens(state: EngineState, step: ForwardInput) -> NDArray[np.int64] | None:
-    """kv indices of the tokens of a step, just built, whose requests want experts; None if there are none."""
+    """kv indices of the tokens of a step, just built, whose requests want experts; None if there are none. Of tokens
+    that are not written, which another sequence has computed: in block 0, that nobody reads."""
     slots, page_size = state.slots, state.options.limits.page_size
     wants = slots.want_experts[step.slots]
     if not wants.any():
@@ -283,7 +285,9 @@ def _expert_tokens(state: EngineState, step: ForwardInput) -> NDArray[np.int64] 
     rows, counts = step.slots[wants].astype(np.int64), step.num_tokens[wants].astype(np.int64)
     ends = np.cumsum(counts)
     positions = np.arange(ends[-1]) + np.repeat(slots.num_kv_tokens[rows] - ends, counts)
-    blocks = slots.block_tables[np.repeat(rows, counts), positions // page_size].astype(np.int64)
+    of_tokens = np.repeat(rows, counts)
+    blocks = slots.block_tables[of_tokens, positions // page_size].astype(np.int64)
+    blocks[positions < slots.first_writes[of_tokens]] = 0
     kv_indices: NDArray[np.int64] = blocks * page_size + positions % page_size
     return kv_indices
 

@@ -161,15 +161,18 @@ def keep_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
 
 
 def experts_of(state: EngineState, sequence: Sequence, num_sampled: int) -> RoutedExperts | None:
-    """A copy of the experts of a running sequence's prompt and of its first num_sampled tokens but the last; None if
-    they are not wanted. Precondition: these tokens are known."""
+    """A copy of the experts of a running sequence's prompt and of its first num_sampled tokens but the last, those of
+    before a preemption as they were; None if they are not wanted. Precondition: these tokens are known."""
     if not sequence.request.want_experts:
         return None
     assert state.blocks.experts is not None, "the steps of its prompt have returned experts"
     num_tokens, page_size = len(sequence.request.prompt_ids) + num_sampled - 1, state.options.limits.page_size
     table = state.slots.block_tables[sequence.slot, : -(-num_tokens // page_size)]
-    experts: RoutedExperts = state.blocks.experts[table]
-    return experts.reshape(-1, *experts.shape[2:])[:num_tokens]
+    by_block: RoutedExperts = state.blocks.experts[table]
+    experts: RoutedExperts = by_block.reshape(-1, *by_block.shape[2:])[:num_tokens]
+    if sequence.kept_experts is not None:  # what is computed again, with other weights perhaps, is not what was sampled
+        experts[: len(sequence.kept_experts)] = sequence.kept_experts[:num_tokens]
+    return experts
 
 
 def release(state: EngineState, sequence: Sequence, keep_kv: bool = True) -> None:

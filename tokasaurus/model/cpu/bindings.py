@@ -266,6 +266,7 @@ class Kernels:
             "toka_max_group",
             "toka_panel_size",
             "toka_max_expert_rows",
+            "toka_max_tiled_rows",
             "toka_has_bfloat16_arithmetic",
         )
         for name in constants:
@@ -274,6 +275,7 @@ class Kernels:
         self.max_group: int = self._library.toka_max_group()
         self.panel_size: int = self._library.toka_panel_size()
         self.max_expert_rows: int = self._library.toka_max_expert_rows()
+        self.max_tiled_rows: int = self._library.toka_max_tiled_rows()
         self.has_bfloat16_arithmetic = bool(self._library.toka_has_bfloat16_arithmetic())
         self._phase_seconds = (ctypes.c_double * len(FORWARD_PHASES))()
         self.set_num_threads(torch.get_num_threads())

@@ -337,6 +337,7 @@ def make_runner(start: Start) -> str:
         start.memory.forward_bound = largest_forward(
             *(start.info, limits, config.page_size, model.activation_dtype.itemsize),
             *(torch.get_num_threads(), config.max_topk_logprobs, model.is_int8, bool(model.block_types)),
+            max_tiled_rows=0 if start.kernels is None else start.kernels.max_tiled_rows,
         )
     return ""
 

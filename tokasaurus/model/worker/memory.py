@@ -68,8 +68,8 @@ _INDEX = 8
 _INT8_BYTES_PER_INPUT = 3.625
 """Int8Rows of int8_tile.h: a code of 8 bits, perhaps another of 16 bits, and the rest for scales and sums."""
 
-_PART_INPUTS, _TILE_ROWS, _MAX_TILED_ROWS, _PART_SUMS_BYTES = 2048, 32, 2048, 256 * 1024
-"""gemm.cpp: of more inputs, so many rows are kept, in tiles, and each thread keeps sums of so many bytes."""
+_PART_INPUTS, _TILE_ROWS, _PART_SUMS_BYTES = 2048, 32, 256 * 1024
+"""gemm.cpp: rows of more inputs are kept in tiles of so many, and each thread keeps sums of so many bytes."""
 
 _SUM_BYTES_PER_INPUT = _FLOAT * (1 / 32 + 1 / 64 + 1 / 128)
 """Of group_sums of gemm.cpp: a float32 for groups of each size."""
@@ -418,11 +418,12 @@ def largest_forward(
     num_top: int,
     is_int8: bool = False,
     has_blocks: bool = False,
+    max_tiled_rows: int = 0,
 ) -> ForwardMemory:
     """The memory of a forward with as many tokens and rows as `limits` allows.
 
     activation_bytes: size of one activation element. num_threads: threads of the kernels. num_top: most top-k logprobs
-    of a token. is_int8: activations are quantised. has_blocks: weights are.
+    of a token. is_int8: activations are quantised. has_blocks: weights are. max_tiled_rows: of the kernels.
     """
     num_tokens = limits.max_tokens
     num_rows = min(limits.max_seqs, num_tokens)
@@ -478,9 +479,11 @@ def largest_forward(
             in_planes = max(in_planes, _planes_bytes(rows, mlp.router.num_experts, widest_input))
             if widest_input > _PART_INPUTS:
                 tiled = max(tiled, (rows + _TILE_ROWS * mlp.router.num_experts) * widest_input)
+        elif widest > _PART_INPUTS:
+            tiled = max(tiled, (min(num_tokens, max_tiled_rows) + _TILE_ROWS) * widest)
+    if activation_bytes == _FLOAT or is_int8 or not max_tiled_rows:
+        tiled = 0
     panel_bytes = _MAX_PANEL * _FLOAT  # for each input
-    if widest > _PART_INPUTS:
-        tiled = max(tiled, min(num_tokens + _TILE_ROWS, _MAX_TILED_ROWS) * widest)
     return ForwardMemory(
         kept={
             "layers": num_tokens * layer_row * activation_bytes,

@@ -219,21 +219,17 @@ static inline void update_online_softmax(Scratch<Stored>& scratch, int query, fl
   float reference = scratch.reference[query];
   if (any_greater(largest, reference + 8.0f / scale)) {
     const float new_reference = max(largest);
-    const float rescale =
-        std::exp2(is_rounded ? reference * scale - new_reference * scale : (reference - new_reference) * scale);
+    const float rescale = std::exp2((reference - new_reference) * scale);
     scratch.reference[query] = reference = new_reference;
     scratch.sum[query] *= rescale;
     float* output = scratch.output + query * head_dim;
     for (int64_t d = 0; d < head_dim; d += kLanes) store(output + d, load(output + d) * rescale);
   }
   Floats sum = scratch.sum[query];
-  const float scaled_reference = reference * scale;
   for (int token = 0; token < padded; token += kLanes) {
-    Floats weight;
-    if constexpr (is_rounded)
-      weight = exp2_to_bfloat16(load(scores + token) * scale - scaled_reference);
-    else  // the difference first: the product of a large score would be rounded
-      weight = exp2((load(scores + token) - reference) * scale);
+    // The difference first: the product of a large score would be rounded.
+    const Floats exponent = (load(scores + token) - reference) * scale;
+    const Floats weight = is_rounded ? exp2_to_bfloat16(exponent) : exp2(exponent);
     sum += weight;
     if constexpr (has_scales)
       store(weights + token, weight * load(scratch.value_scales + token));

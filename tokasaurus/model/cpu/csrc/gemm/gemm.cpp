@@ -696,13 +696,16 @@ void reserve_rows(const PackedWeights& weights, int64_t num_rows, int64_t num_gr
   if (is_by_codes(weights, num_rows)) scratch(group_sums_scratch(), num_rows * group_sums_start(weights.in_size, 0));
   if (weights.weight_type == kBfloat16 && is_in_parts<bfloat16>(weights, num_rows)) {
     const int64_t at_once = num_groups == 1 ? std::min(num_rows, kMaxTiledRows) : num_rows;
-    const int64_t num_tiles = num_groups + at_once / Tiles<bfloat16>::kRows;
+    const int64_t num_tiles = num_groups + (at_once - 1) / Tiles<bfloat16>::kRows;
     scratch(tiles_scratch<Activation<bfloat16>>(), num_tiles * Tiles<bfloat16>::kRows * weights.in_size);
   }
 }
 
 // Number of outputs of a panel.
 TOKA_EXPORT int64_t toka_panel_size() { return kPanel; }
+
+// Most rows that are kept in tiles; 0 if none are.
+TOKA_EXPORT int64_t toka_max_tiled_rows() { return Tiles<bfloat16>::kAreTiled ? kMaxTiledRows : 0; }
 
 TOKA_STRUCT_SIZE(Norm)
 TOKA_STRUCT_SIZE(PackedWeights)
