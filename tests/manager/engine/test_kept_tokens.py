@@ -95,7 +95,7 @@ def run_over_several_engines(rng: random.Random) -> int:
         num_kept_ends += sum(delta.finish_reason is not None for request in left for delta in request.kept)
     assert len(finished) == sum(request.num_sequences for request in requests)
     assert num_sampled == sum(len(delta.token_ids) for delta in finished.values())
-    assert num_cut > 5
+    assert num_cut > 2
     return num_kept_ends
 
 

@@ -296,7 +296,7 @@ def test_max_new_tokens_0_returns_no_tokens_and_records_no_length(is_streamed, s
 
 
 def test_widening_the_top_logprobs_of_a_large_pool_touches_no_memory():
-    """Zeroing or copying the pool's memory would take seconds."""
+    """Zeroing or copying the pool's memory, 40 bytes an index at last, would take seconds."""
 
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -306,4 +306,4 @@ def test_widening_the_top_logprobs_of_a_large_pool_touches_no_memory():
     before = resident_bytes()
     for num_top in (1, 2, 5):
         store.widen(num_top)
-    assert resident_bytes() - before < num_kv_indices
+    assert resident_bytes() - before < 8 * num_kv_indices

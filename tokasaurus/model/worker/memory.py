@@ -493,7 +493,8 @@ def largest_forward(
             "quantised activations": int(widest_rows * _INT8_BYTES_PER_INPUT) if is_int8 else 0,
             "sums of groups": int(widest_rows * _SUM_BYTES_PER_INPUT) if has_blocks and not is_int8 else 0,
             "planes": in_planes if has_blocks and not is_int8 else 0,
-            "rows in tiles": tiled * activation_bytes + (num_threads * _PART_SUMS_BYTES if tiled else 0),
+            "rows in tiles": tiled * activation_bytes,
+            "sums of parts": num_threads * _PART_SUMS_BYTES if widest > _PART_INPUTS else 0,
             "experts": of_experts,
         },
         passing={

@@ -30,7 +30,7 @@ constexpr int64_t kRowBlockBytes = TOKA_AMX ? 1 << 20 : 4 << 20;
 constexpr int64_t kPartInputs = 2048;
 
 // Panels of which a thread multiplies one part after the other, so that it reads the rows' part once for all of them.
-constexpr int64_t kPanelsTogether = 8;
+constexpr int64_t kPanelsTogether = TOKA_AMX ? 8 : 2;
 
 // Most rows of which there are tiles.
 constexpr int64_t kMaxTiledRows = 2048;
@@ -163,7 +163,7 @@ int64_t group_sums_start(int64_t in_size, int64_t group_inputs) {
 struct RowBlock {
   int64_t group, first, end;
   int64_t integer_row;  // the first one's number among those that are multiplied in integers; -1: they are not
-  int64_t first_tile;   // the first one's tile, if they are in tiles
+  int64_t first_tile;   // the first one's, if the block is multiplied in parts; else -1
 };
 
 // The inputs [first, end) of a panel.
@@ -287,11 +287,12 @@ bool is_by_codes(const PackedWeights& weights, int64_t num_rows) {
          !is_in_planes(weights, num_rows);
 }
 
-// Whether num_rows rows are multiplied part by part, and x is in tiles.
+// Whether num_rows rows are multiplied part by part, and x is in tiles if there are any.
 template <typename Weight>
 bool is_in_parts(const PackedWeights& weights, int64_t num_rows) {
-  return Tiles<Weight>::kAreTiled && num_rows > Tiles<Weight>::kRows / 2 && weights.in_size > kPartInputs &&
-         weights.in_size % 32 == 0 && !weights.is_int8 && !is_in_planes(weights, num_rows);
+  constexpr int kFewRows = Tiles<Weight>::kAreTiled ? Tiles<Weight>::kRows / 2 : Tiles<Weight>::kRows;
+  return num_rows > kFewRows && weights.in_size > kPartInputs && weights.in_size % 32 == 0 && !weights.is_int8 &&
+         !is_in_planes(weights, num_rows);
 }
 
 // A block times a part of a panel. x: the rows in integers that are multiplied so.
@@ -334,13 +335,12 @@ void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, 
 template <typename Weight>
 void multiply_panels(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t first, int64_t end, const RowBlock& block) {
   const int64_t in_size = gemm.weights.in_size, num_rows = block.end - block.first;
-  const bool is_whole = gemm.tiles == nullptr || block.first_tile < 0;
   const auto at = [&](int64_t panel, int64_t input) {
     return gemm.weights.blocks != nullptr
                ? nullptr
                : stored_panel<Weight>(gemm.weights, panel).start + input * kPanel * int64_t(sizeof(Weight));
   };
-  if (is_whole) {
+  if (block.first_tile < 0) {
     for (int64_t panel = first; panel < end; ++panel)
       multiply_panel(gemm, x, panel, {0, in_size, nullptr, at(panel + 1, 0)}, block);
     return;
@@ -551,7 +551,7 @@ struct RowBlocks {
   std::vector<int64_t> integer_rows;
   bool has_planes = false, has_codes = false;
 
-  int64_t num_tiles = 0;  // of all blocks that are in tiles
+  int64_t num_tiles = 0;  // of all blocks that are multiplied in parts
 
   void reserve(int64_t num_rows, int64_t num_groups, int64_t tile_rows) {
     blocks.reserve(num_groups + num_rows / tile_rows);
@@ -571,11 +571,11 @@ struct RowBlocks {
       const bool in_integers = in_planes || weights[group].is_int8;
       has_planes |= in_planes;
       has_codes |= is_by_codes(weights[group], end - begin);
-      const bool in_tiles = is_in_parts<Weight>(weights[group], end - begin);
+      const bool in_parts = is_in_parts<Weight>(weights[group], end - begin);
       for (int64_t first = begin; first < end; first += block_rows) {
         blocks.push_back({group, first, std::min(first + block_rows, end),
-                          in_integers ? int64_t(integer_rows.size()) + first - begin : -1, in_tiles ? num_tiles : -1});
-        if (in_tiles) num_tiles += (blocks.back().end - first + kRows - 1) / kRows;
+                          in_integers ? int64_t(integer_rows.size()) + first - begin : -1, in_parts ? num_tiles : -1});
+        if (in_parts) num_tiles += (blocks.back().end - first + kRows - 1) / kRows;
       }
       for (int64_t row = begin; in_integers && row < end; ++row) integer_rows.push_back(row);
     }
@@ -694,7 +694,7 @@ void reserve_rows(const PackedWeights& weights, int64_t num_rows, int64_t num_gr
   if (is_in_planes(weights, std::min(num_rows, kMaxPlaneRows)))
     int8_scratch().reserve(std::min(num_rows, num_groups * kMaxPlaneRows), true, weights.in_size);
   if (is_by_codes(weights, num_rows)) scratch(group_sums_scratch(), num_rows * group_sums_start(weights.in_size, 0));
-  if (weights.weight_type == kBfloat16 && is_in_parts<bfloat16>(weights, num_rows)) {
+  if (Tiles<bfloat16>::kAreTiled && weights.weight_type == kBfloat16 && is_in_parts<bfloat16>(weights, num_rows)) {
     const int64_t at_once = num_groups == 1 ? std::min(num_rows, kMaxTiledRows) : num_rows;
     const int64_t num_tiles = num_groups + (at_once - 1) / Tiles<bfloat16>::kRows;
     scratch(tiles_scratch<Activation<bfloat16>>(), num_tiles * Tiles<bfloat16>::kRows * weights.in_size);
