@@ -174,7 +174,7 @@ def admit_described(state: EngineState, candidates: Candidates, num: int) -> Non
     All their cached prefixes are acquired first, so that the blocks allocated for one do not evict the prefix of
     another, which would then start later than simulated.
     """
-    tree, page_size = state.blocks.tree, state.options.limits.page_size
+    tree = state.blocks.tree
     sample_groups = [sample_group for sample_group in candidates.sample_groups if sample_group.start < num]
     cached = [tree.acquire(sample_group.match) for sample_group in sample_groups]
     state.blocks.evict_for(int(_num_prompt_blocks(candidates)[:num].sum()))
@@ -186,8 +186,7 @@ def admit_described(state: EngineState, candidates: Candidates, num: int) -> Non
         slots.append(sequence.slot)
         if end - sample_group.start > 1:
             assert sequence.node is not None
-            num_shared = len(sequence.prompt) // page_size
-            shared = PrefixMatch(sequence.node, sequence.node.end_block).first_blocks(num_shared)
+            shared = PrefixMatch(sequence.node, sequence.num_tree_blocks)
             for _ in range(sample_group.start + 1, end):
                 other = state.queues.take_first_waiting()
                 admit(state, other, tree.acquire(shared))

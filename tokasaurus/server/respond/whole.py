@@ -189,7 +189,7 @@ def choice_fields(sequence: FinishedSequence, names_weights: bool, experts_from:
 
 
 def write_experts(experts: RoutedExperts | None, first: int) -> str | None:
-    """Those of the tokens from `first` on, as vLLM writes them: base64 of a file of NumPy."""
+    """The experts of the tokens from `first` on, as vLLM writes them: a .npy file in base64."""
     if experts is None:
         return None
     file = io.BytesIO()
