@@ -1,14 +1,13 @@
 """Writes a model's quantised weights as plain safetensors, for programs that do not read GGUF files or the formats of
 quantised safetensors."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from tokasaurus.checkpoint.quantized.numbers import QuantizedReader
 from tokasaurus.checkpoint.quantized.tensors import QuantizedTensor
 from tokasaurus.checkpoint.stored_tensors import StoredTensor
 from tokasaurus.checkpoint.tokenizer_files import TOKENIZER_PATTERNS
-from tokasaurus.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, read_tensors, weight_files
+from tokasaurus.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, read_tensors, weight_files, write_header
 
 _PLAIN_GGUF = ("F32", "F16", "BF16")
 _COPIED = (*TOKENIZER_PATTERNS, "additional_chat_templates/*.jinja")
@@ -50,29 +49,19 @@ def write_dequantized(directory: Path, destination: Path) -> None:
     config = read_json(directory / "config.json")
     write_json(destination / "config.json", {key: config[key] for key in config if key not in QUANTIZATION_KEYS})
     with (destination / SINGLE_NAME).open("wb") as output:
-        _write_header(output, tensors)
+        # the safetensors library would need all of them in memory
+        write_header(output, ((name, *_as_written(tensor)) for name, tensor in tensors.items()))
         for path in files:
             in_file = {name: tensor for name, tensor in tensors.items() if tensor.file == path}
             for part in _parts_of_gguf(path, in_file) if is_gguf(path) else _parts(in_file):
                 output.write(part.data)
 
 
-def _write_header(output: BinaryIO, tensors: Mapping[str, StoredTensor]) -> None:
-    """The tensors follow in the same order. The safetensors library would need all of them in memory.
-
-    Format: https://github.com/huggingface/safetensors#format
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        is_copied = is_plain(tensor)
-        end = offset + (tensor.end - tensor.begin if is_copied else _FLOAT_BYTES * prod(tensor.shape))
-        dtype = tensor.dtype if is_copied else "F32"
-        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [offset, end]}
-        offset = end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    output.write(len(encoded).to_bytes(8, "little") + encoded)
+def _as_written(tensor: StoredTensor) -> tuple[str, tuple[int, ...], int]:
+    """dtype, shape and bytes."""
+    if is_plain(tensor):
+        return tensor.dtype, tensor.shape, tensor.end - tensor.begin
+    return "F32", tensor.shape, _FLOAT_BYTES * prod(tensor.shape)
 
 
 def is_plain(tensor: StoredTensor) -> bool:

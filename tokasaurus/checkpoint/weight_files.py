@@ -8,6 +8,7 @@ Format: https://github.com/huggingface/safetensors#format
 """
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.checkpoint.gguf.model import is_gguf, read_model
@@ -41,7 +42,7 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 """Bytes of a number, for the dtypes that checkpoints of the supported families contain. The size of others is not
 checked."""
 
-_TEXT_PREFIXES = {
+TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
@@ -216,26 +217,43 @@ def read_tensors(files: Sequence[Path], quantization: Quantization | None = None
 
 def _of_text(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """All tensors; of a checkpoint with a model for images, those of its text model, by the names of one without."""
-    if not any(name.startswith(tuple(_TEXT_PREFIXES)) for name in tensors):
+    if not any(name.startswith(tuple(TEXT_PREFIXES)) for name in tensors):
         return tensors
     found = {}
     for name, tensor in tensors.items():
-        for prefix, short in {**_TEXT_PREFIXES, "lm_head.": "lm_head."}.items():
+        for prefix, short in {**TEXT_PREFIXES, "lm_head.": "lm_head."}.items():
             if name.startswith(prefix):
                 found[short + name.removeprefix(prefix)] = replace(tensor, name_in_file=name)
                 break
     return found
 
 
+def write_header(output: BinaryIO, tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> None:
+    """Begin a safetensors file, whose tensors follow in the same order: name, dtype, shape and bytes of each."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape, num_bytes in tensors:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % _LENGTH_BYTES)
+    output.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
+
+
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Raises OSError and ValueError."""
     with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES or header_bytes > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
-            raise ValueError(f"its header is malformed or cut off (the file has {size:,} bytes)")
-        header = parse_json(file.read(header_bytes))
+        return parse_header(path, file)
+
+
+def parse_header(path: Path, file: BinaryIO) -> dict[str, StoredTensor]:
+    """Every tensor by its name. file: the content of `path`. Raises OSError and ValueError."""
+    size = file.seek(0, 2)
+    file.seek(0)
+    header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if size < _LENGTH_BYTES or header_bytes > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise ValueError(f"its header is malformed or cut off (the file has {size:,} bytes)")
+    header = parse_json(file.read(header_bytes))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     data_start = _LENGTH_BYTES + header_bytes
