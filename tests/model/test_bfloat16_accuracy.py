@@ -85,7 +85,9 @@ class LogprobModel:
         hidden, batch = self._forward(tokens, first=True, prompt_logprobs=prompt_logprobs)
         assert batch.prompt_logprobs is not None
         fill = partial(fill_token_logprobs, kernels=load_kernels())
-        computed = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self.model.logits, fill)
+        computed = compute_prompt_logprobs(
+            hidden, batch.prompt_logprobs, lambda rows: self.model.logits(hidden[rows]), fill
+        )
         return computed.logprobs.double().numpy()[len(prompt) - 1 :]
 
     def _logits(self, tokens: list[int], first: bool = False) -> torch.Tensor:

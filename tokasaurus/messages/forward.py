@@ -112,6 +112,8 @@ class SlotOpens:
     first_writes: NDArray[np.int32] | None = None
     """int32 [O], first position whose KV is written. Earlier positions already have KV and are computed again only for
     their logits. None if equal to first_positions for all."""
+    adapters: NDArray[np.int32] | None = None
+    """int32 [O], number of the slot's adapter, 0 for none; None if no opened slot has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class TableCopies:
 
 @dataclass(frozen=True, slots=True)
 class SlotChanges:
-    """Changes applied before the forward, in this order: close, open, append blocks, copy tables.
+    """Changes applied before the forward, in this order: place adapters, close, open, append blocks, copy tables.
 
     A block table has at least the blocks that the current step needs: an opened slot gets the blocks of its whole
     prompt, however many steps prefill it. Several slots may share a block; only one of them writes it.
@@ -145,6 +147,9 @@ class SlotChanges:
     copies: TableCopies | None = None
     """Copies into slots opened by this message, applied in order, since one may copy from another. Blocks appended to
     these slots come after the copied ones. None if nothing is copied."""
+    adapters: tuple[tuple[int, str], ...] = ()
+    """Numbers of adapters, and the digest of the loaded one that each is from now on. No slot has had it before since
+    the number was another's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +186,8 @@ class ForwardInput:
     def __reduce__(self) -> tuple[Any, ...]:
         changes = self.changes
         arrays = self.slots, self.num_tokens, self.prompt_ids, changes.closed, changes.block_slots, changes.block_ids
-        parts = changes.opened, changes.copies, self.groups, self.prompt_logprobs, self.masks, self.microbatch
-        return _forward_input, (self.step_id, self.num_decode, *map(_int32_bytes, arrays), *parts)
+        parts = changes.opened, changes.copies, changes.adapters, self.groups, self.prompt_logprobs, self.masks
+        return _forward_input, (self.step_id, self.num_decode, *map(_int32_bytes, arrays), *parts, self.microbatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +287,11 @@ def _forward_input(
     block_ids: bytearray | None,
     opened: SlotOpens | None,
     copies: TableCopies | None,
+    adapters: tuple[tuple[int, str], ...],
     *rest: Any,
 ) -> ForwardInput:
     blocks = _int32_array(block_slots), _int32_array(block_ids)
-    changes = SlotChanges(_int32_array(closed), opened, *blocks, copies)
+    changes = SlotChanges(_int32_array(closed), opened, *blocks, copies, adapters)
     rows = _int32_array(slots), _int32_array(num_tokens)
     return ForwardInput(step_id, *rows, num_decode, _int32_array(prompt_ids), changes, *rest)
 

@@ -80,6 +80,12 @@ class PackedWeightsStruct(ctypes.Structure):
     )
 
 
+class LowRankStruct(ctypes.Structure):
+    """The struct LowRank of gemm.h."""
+
+    _fields_ = (("down", PackedWeightsStruct), *((name, ctypes.c_void_p) for name in ("up", "halves")))
+
+
 class NormStruct(ctypes.Structure):
     """The struct Norm of norm.h."""
 
@@ -119,6 +125,7 @@ class PackedLayerStruct(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("head_norms", "num_query_heads", "num_kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("rotary", "norms_after_rotary", "is_parallel")),
         *((name, ctypes.c_double) for name in ("clip", "residual_multiplier")),
+        *((f"{name}_adapters", ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
     )
 
 
@@ -204,7 +211,8 @@ class DecodeStepStruct(ctypes.Structure):
         ("table_width", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("last_tokens", "cached_tokens", "sequence_keys")),
         ("num_rows", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("slots", "sampling_params", "forward", "token_ids", "kv_indices")),
+        *((name, ctypes.c_void_p) for name in ("slots", "row_adapters", "sampling_params", "forward")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "kv_indices")),
         *((name, ctypes.c_void_p) for name in ("noise_keys", "kv_lengths", "cos_sin", "hidden", "logits", "sampled")),
     )
 
@@ -212,6 +220,7 @@ class DecodeStepStruct(ctypes.Structure):
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Norm": NormStruct,
     "PackedWeights": PackedWeightsStruct,
+    "LowRank": LowRankStruct,
     "Experts": ExpertsStruct,
     "PackedLayer": PackedLayerStruct,
     "PagedPart": PagedPartStruct,

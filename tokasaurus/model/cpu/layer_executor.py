@@ -46,7 +46,11 @@ class LayerKernels:
         self.block_panel_bytes.argtypes = [integer, integer]
         self.block_panel_bytes.restype = integer
         self.multiply = library.toka_multiply
-        self.multiply.argtypes = [pointer, pointer, integer, integer, pointer, number, number, pointer]
+        self.multiply.argtypes = [
+            *(pointer, pointer, integer, integer, pointer, number, number, pointer, pointer, pointer)
+        ]
+        self.reserve_adapters = library.toka_reserve_adapters
+        self.reserve_adapters.argtypes = [integer, integer]
         self.run_experts = library.toka_run_experts
         self.run_experts.argtypes = [pointer, pointer, pointer, integer, pointer, pointer, pointer]
         self.reserve_experts = library.toka_reserve_experts
@@ -54,7 +58,7 @@ class LayerKernels:
         self.embed = library.toka_embed
         self.embed.argtypes = [pointer, pointer, integer, pointer]
         self.run_layers = library.toka_run_layers
-        self.run_layers.argtypes = [pointer, integer, pointer, integer, pointer, integer, pointer]
+        self.run_layers.argtypes = [pointer, integer, pointer, integer, pointer, integer, pointer, pointer]
         self.reserve_forward = library.toka_reserve_forward
         self.reserve_forward.argtypes = [pointer, integer, integer]
 
@@ -124,10 +128,12 @@ class PackedWeights:
         is_gated: bool = False,
         activation: Activation | None = None,
         gate_limits: GateLimits | None = None,
+        memory: HugePageTensors | None = None,
     ) -> None:
-        """A quantised weight must fit: see `fits`. gate_limits: of gates, in place of an activation."""
+        """A quantised weight must fit: see `fits`. gate_limits: of gates, in place of an activation. memory: for plain
+        weights; None: the kernels'."""
         assert gate_limits is None or is_gated
-        self._kernels = kernels
+        self.kernels = kernels
         self.activation_dtype = kernels.activation_dtype(weight.dtype)
         num_rows, self._in_size = (
             (weight.num_rows, weight.in_size) if isinstance(weight, BlockWeight) else tuple(weight.shape)
@@ -145,7 +151,8 @@ class PackedWeights:
             self._blocks = self._place_blocks(weight, panel_width, is_gated)
         else:
             assert takes(weight)
-            self._panels = kernels.weights.empty((self._num_panels * kernels.panel_size, self._in_size), weight.dtype)
+            shape = (self._num_panels * kernels.panel_size, self._in_size)
+            self._panels = (memory or kernels.weights).empty(shape, weight.dtype)
         self.struct = PackedWeightsStruct(
             ELEMENT_CODES[weight.dtype],
             self._in_size,
@@ -203,13 +210,13 @@ class PackedWeights:
     def _place_blocks(self, weight: BlockWeight, panel_width: int, is_gated: bool) -> Tensor:
         """Allocates the panels, of zeros, and returns the type and the offset of each, int64 [panels, 2]."""
         types = [BLOCK_TYPES[part.type] for part in weight.parts for _ in range(len(part.blocks))][: self._out_size]
-        assert self.fits(weight, self._kernels.panel_size, is_gated)
+        assert self.fits(weight, self.kernels.panel_size, is_gated)
         blocks = torch.empty((self._num_panels, 2), dtype=torch.int64)
         offset = 0
         for panel, block_type in enumerate(types[::panel_width]):
             blocks[panel, 0], blocks[panel, 1] = block_type, offset
-            offset += self._kernels.block_panel_bytes(block_type, self._in_size)
-        self._panels = self._kernels.weights.empty((offset,), torch.uint8).zero_()
+            offset += self.kernels.block_panel_bytes(block_type, self._in_size)
+        self._panels = self.kernels.weights.empty((offset,), torch.uint8).zero_()
         return blocks
 
     def write(self, first_row: int, rows: Tensor) -> None:
@@ -217,13 +224,13 @@ class PackedWeights:
         rows."""
         rows = rows.to(self._panels.dtype).contiguous()
         pointers = ctypes.byref(self.struct), rows.data_ptr()
-        self._kernels.pack_rows(*pointers, first_row, len(rows), self._panels.data_ptr())
+        self.kernels.pack_rows(*pointers, first_row, len(rows), self._panels.data_ptr())
 
     def write_blocks(self, first_row: int, rows: BlockRows) -> None:
         """Replace quantised rows from `first_row` on. rows: of the type that the weight has there."""
         assert rows.blocks.is_contiguous()
         pointers = ctypes.byref(self.struct), BLOCK_TYPES[rows.type], rows.blocks.data_ptr()
-        self._kernels.pack_blocks(*pointers, first_row, len(rows.blocks), self._panels.data_ptr())
+        self.kernels.pack_blocks(*pointers, first_row, len(rows.blocks), self._panels.data_ptr())
 
     def write_bias(self, first: int, values: Tensor) -> None:
         """Replace the bias from output `first` on. values [n]; gates come before ups."""
@@ -231,7 +238,7 @@ class PackedWeights:
         rows = torch.arange(first, first + len(values))
         part, output = rows // self._out_size, rows % self._out_size
         panel, column = output // self._panel_width, output % self._panel_width
-        self._bias[panel * self._kernels.panel_size + part * self._panel_width + column] = values.float()
+        self._bias[panel * self.kernels.panel_size + part * self._panel_width + column] = values.float()
 
     def give_back(self) -> None:
         """Return the weight's memory to the system; `write` takes it again."""
@@ -244,26 +251,30 @@ class PackedWeights:
         out: Tensor | None = None,
         scale: float = 1.0,
         softcap: float | None = None,
+        adapters: tuple[int, Tensor] | None = None,
     ) -> Tensor:
         """x [T, E] in the activation dtype, any row stride -> [T, O].
 
         norm: applied to x first. out: contiguous [T, O] to fill and return. scale: factor of the outputs, which a
-        softcap limits then, as in ModelSpec.
+        softcap limits then, as in ModelSpec. adapters: the address of PackedAdapters of this layer, and the number of
+        each row's, int32 [T].
         """
         assert x.stride(1) == 1
         assert x.dtype == self.activation_dtype
         if out is None:
             out = torch.empty((x.shape[0], self._out_size), dtype=self.activation_dtype)
-        self._kernels.multiply(
+        self.kernels.multiply(
             *(ctypes.byref(self.struct), x.data_ptr(), x.stride(0), x.shape[0]),
-            *(None if norm is None else ctypes.addressof(norm.struct), scale, softcap or 0, out.data_ptr()),
+            *(None if norm is None else ctypes.addressof(norm.struct), scale, softcap or 0),
+            *((None, None) if adapters is None else (adapters[0], adapters[1].data_ptr())),
+            out.data_ptr(),
         )
         return out
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of the weight: indices int64 [T] -> [T, E] in the activation dtype. Not for gated weights."""
         out = torch.empty((len(indices), self._in_size), dtype=self.activation_dtype)
-        self._kernels.embed(ctypes.byref(self.struct), indices.data_ptr(), len(indices), out.data_ptr())
+        self.kernels.embed(ctypes.byref(self.struct), indices.data_ptr(), len(indices), out.data_ptr())
         return out
 
 

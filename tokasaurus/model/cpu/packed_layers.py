@@ -17,6 +17,7 @@ from tokasaurus.model.cpu.bindings import (
 )
 from tokasaurus.model.cpu.experts import PackedExperts
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedNorm, PackedWeights
+from tokasaurus.model.cpu.low_rank import PackedAdapters
 
 # T tokens, E hidden size, D head size
 
@@ -34,6 +35,8 @@ class PackedLayer:
     """gate_up and down, or experts with their router."""
     norms: tuple[PackedNorm | None, ...]
     """Before attention and before the MLP, after attention and after the MLP, of queries and of keys."""
+    adapters: tuple[PackedAdapters | None, ...] = (None,) * 4
+    """Of qkv, out, gate_up and down; None: no adapter adds to it."""
 
     def struct(self) -> PackedLayerStruct:
         attention, mlp = self.spec.attention, self.mlp
@@ -49,6 +52,7 @@ class PackedLayer:
             *(attention.num_heads, attention.num_kv_heads, attention.head_dim),
             *(self.rotary, attention.norms_after_rotary, self.spec.is_parallel),
             *(attention.clip or 0, self.spec.residual_multiplier),
+            *(None if adapters is None else adapters.address for adapters in self.adapters),
         )
 
 
@@ -67,18 +71,21 @@ class PackedLayers:
         structs = [layer.struct() for layer in layers]
         self.structs = (PackedLayerStruct * len(structs))(*structs)
 
-    def run(self, hidden: Tensor, cos_sin: Tensor, paged: PagedForwardStruct) -> None:
+    def run(
+        self, hidden: Tensor, cos_sin: Tensor, paged: PagedForwardStruct, row_adapters: Tensor | None = None
+    ) -> None:
         """Run all layers on hidden [T, E], contiguous and in the activation dtype, in place.
 
         cos_sin: float32 [T, tables, D], from RotaryTable. paged: the KV cache, with as many layers as these, and the
-        planned layout of the T tokens.
+        planned layout of the T tokens. row_adapters: int32 [T], the number of each token's, or 0.
         """
         assert hidden.is_contiguous()
         assert hidden.dtype == self._layers[0].qkv.activation_dtype
         assert cos_sin.is_contiguous()
         self._kernels.run_layers(
             *(ctypes.addressof(self.structs), len(self.structs), ctypes.addressof(paged)),
-            *(hidden.shape[0], cos_sin.data_ptr(), cos_sin.shape[1], hidden.data_ptr()),
+            *(hidden.shape[0], cos_sin.data_ptr(), cos_sin.shape[1]),
+            *(None if row_adapters is None else row_adapters.data_ptr(), hidden.data_ptr()),
         )
 
     def reserve(self, num_rows: int) -> None:

@@ -31,6 +31,7 @@ from tokasaurus.model.decoder.layers import (
 )
 from tokasaurus.model.decoder.model import LayerExecutor, Model
 from tokasaurus.model.decoder.quantize import Packing
+from tokasaurus.model.decoder.row_adapters import RowAdapters
 from tokasaurus.model.decoder.stored_tensors import as_stored
 from tokasaurus.model.decoder.weights import WeightShard, allocate_parameters
 from tokasaurus.model.parallel.collectives import sum_in_float32
@@ -192,6 +193,11 @@ class DecoderLayer(nn.Module):
         assert isinstance(self.mlp, MLP)
         return self.mlp
 
+    def dense_linears(self) -> list[Linear]:
+        """Those that are neither experts' nor a router."""
+        mlp = self.mlp
+        return [self.attention.qkv, self.attention.out, *((mlp.gate_up, mlp.down) if isinstance(mlp, MLP) else ())]
+
     def table(self, cos_sin: Tensor) -> Tensor:
         """cos_sin [T, tables, D] -> the layer's, [T, 1, D]; or the one of queries and the one of keys, [T, 2, D]."""
         if self.spec.attention.query_rotary is not None:
@@ -240,7 +246,8 @@ class DecoderLayer(nn.Module):
         )
         packed_norms = tuple(None if norm is None else norm.packed for norm in norms)
         rotary = -1 if self.spec.attention.rotary is None else self.table_index
-        return PackedLayer(self.spec, rotary, qkv, out, fed, packed_norms)
+        adapters = [linear.packed_adapters for linear in self.dense_linears()]
+        return PackedLayer(self.spec, rotary, qkv, out, fed, packed_norms, (*adapters, None, None)[:4])
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         norms = {
@@ -261,6 +268,8 @@ class Decoder(Model):
     def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__(info, mesh, dtype)
         self._rotary: RotaryTable | None = None
+        self.row_adapters: RowAdapters | None = None
+        """Adapters of the rows that are computed next; None if there are never any."""
         stage, spec = mesh.stage_layers(info), info.spec
         scale = torch.tensor(spec.embedding_scale, dtype=dtype)
         self.embedding_scale = float(scale)
@@ -303,6 +312,18 @@ class Decoder(Model):
                 self.head.compile_product(self._compiler)
         elif self._layer_kernels is not None and self._mesh.tp_size == 1:
             self.packed_layers = self._pack_layers(self._layer_kernels)
+
+    def use_adapters(self, num_adapters: int) -> RowAdapters:
+        """From now on, up to num_adapters at a time may add to the outputs of linear layers, but not those of experts,
+        in the rows that the returned object says. Call once all is packed."""
+        self.row_adapters = RowAdapters(num_adapters)
+        linears = (each for layer in self.decoder_layers() for each in layer.dense_linears())
+        for linear in (*linears, *filter(None, (self.embedding, self.lm_head))):
+            linear.use_adapters(self.row_adapters)
+        if self.packed_layers is not None:
+            assert self._layer_kernels is not None
+            self.packed_layers = self._pack_layers(self._layer_kernels)
+        return self.row_adapters
 
     @property
     def rotary(self) -> "RotaryTable":
@@ -431,7 +452,7 @@ class Decoder(Model):
 
 def _without_target(shard: WeightShard) -> WeightShard:
     """The same tensor, which another stage has."""
-    return WeightShard(shard.source, shard.shape, shard.shard, None)
+    return WeightShard(shard.source, shard.shape, shard.shard, None, linear=shard.linear)
 
 
 def _vocab_shards(shard: VocabShard | None, source: str, shape: tuple[int, ...]) -> list[WeightShard]:

@@ -2,7 +2,7 @@
 LM head. All are sharded over the tensor-parallel ranks, and fused where they share an input. Attention is in `decoder`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -13,11 +13,14 @@ from torch.nn import functional
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.spec import Activation, MLPSpec, NormSpec
+from tokasaurus.model.cpu.bindings import HugePageTensors
 from tokasaurus.model.cpu.experts import ExpertWeights
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice, TorchGemm
 from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedNorm, PackedWeights, takes
+from tokasaurus.model.cpu.low_rank import LowRankRows, PackedAdapters, PackedLowRank
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.quantize import Packing, quantized
+from tokasaurus.model.decoder.row_adapters import RowAdapters
 from tokasaurus.model.decoder.weights import WeightShard, whole
 from tokasaurus.model.parallel.collectives import sum_over_shards
 from tokasaurus.model.parallel.mesh import Mesh
@@ -110,6 +113,16 @@ class OutputShard:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class LinearAdapter:
+    """What an adapter adds to the outputs of a linear layer."""
+
+    parts: tuple[LowRankRows, ...]
+    """On the host, for torch; none where torch never multiplies by the weight."""
+    packed: PackedLowRank | None
+    """For the kernels, where these do."""
+
+
 class Linear(nn.Module):
     """x [T, in] -> [T, out] with weight [out, in].
 
@@ -131,6 +144,11 @@ class Linear(nn.Module):
         """Types of the weights whose blocks could not be packed."""
         self._quantization: str | None = None
         """What plain weights are quantised to, as in Packing."""
+        self._row_adapters: RowAdapters | None = None
+        self._low_rank: dict[int, Sequence[LowRankRows]] = {}
+        """Of adapters by number, for torch."""
+        self.packed_adapters: PackedAdapters | None = None
+        """The adapters for the kernels, if these multiply by the weight, and there are adapters."""
 
     def take_blocks(self, first_row: int, rows: BlockRows) -> None:
         """Keep blocks for the weight's rows from `first_row` on, in place of filling these. `pack` reads `rows` later,
@@ -145,8 +163,37 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """norm: applied to x first."""
         if self.packed_whole is not None and self.runs_on_kernels(x.shape[0]):
-            return self.packed_whole.multiply(x, None if norm is None else norm.packed)
+            normed = None if norm is None else norm.packed
+            return self.packed_whole.multiply(x, normed, adapters=self.adapters_of_rows)
         return self._multiply_by_torch(x if norm is None else norm(x))
+
+    def use_adapters(self, row_adapters: RowAdapters) -> None:
+        """From now on, adapters may add to the outputs. row_adapters: says of which rows. Call after `pack`."""
+        self._row_adapters = row_adapters
+        if self.packed_whole is not None:
+            self.packed_adapters = PackedAdapters(self.packed_whole, self.weight.dtype, row_adapters.num_adapters)
+
+    def prepare_adapter(self, parts: Sequence[LowRankRows], memory: HugePageTensors) -> LinearAdapter:
+        """An adapter that is made of these parts, none of whose outputs overlap. memory: for what the kernels read."""
+        packed = None if self.packed_adapters is None else self.packed_adapters.pack(parts, memory)
+        return LinearAdapter(() if packed is not None and self._is_always_packed else tuple(parts), packed)
+
+    def place_adapter(self, number: int, adapter: LinearAdapter | None) -> None:
+        """The adapter of this number from now on; None adds nothing."""
+        if self.packed_adapters is not None:
+            self.packed_adapters.place(number, None if adapter is None else adapter.packed)
+        self._low_rank.pop(number, None)
+        if adapter is not None:
+            device = self.weight.device
+            parts = ((part.first_row, part.down.to(device), part.up.to(device)) for part in adapter.parts)
+            self._low_rank[number] = [LowRankRows(*part) for part in parts]
+
+    @property
+    def adapters_of_rows(self) -> tuple[int, Tensor] | None:
+        """As PackedWeights.multiply wants them."""
+        if self._row_adapters is None or self._row_adapters.numbers is None or self.packed_adapters is None:
+            return None
+        return self.packed_adapters.address, self._row_adapters.numbers
 
     @property
     def packed_whole(self) -> PackedWeights | None:
@@ -263,8 +310,10 @@ class Linear(nn.Module):
     def _multiply_by_torch(self, x: Tensor) -> Tensor:
         if self._torch_gemm is None:
             bias = None if self.bias is None else self.bias.to(x.dtype)
-            return functional.linear(x, self.weight.to(x.dtype), bias)
-        return self._torch_gemm(x)
+            out = functional.linear(x, self.weight.to(x.dtype), bias)
+        else:
+            out = self._torch_gemm(x)
+        return out if self._row_adapters is None else self._row_adapters.added(out, x, self._low_rank)
 
     def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> PackedWeights | ExpertWeights:
         return PackedWeights(kernels, weight, self.bias)
@@ -291,7 +340,8 @@ class FusedColumnLinear(Linear):
             name = f"{prefix}{output.source}"
             shape = (output.size, self._in_size)
             functions = partial(self.write_weight, rows.start), partial(self.take_blocks, rows.start)
-            shards.append(WeightShard(f"{name}.weight", shape, (features, slice(None)), self.weight[rows], *functions))
+            place = f"{name}.weight", shape, (features, slice(None)), self.weight[rows]
+            shards.append(WeightShard(*place, *functions, linear=(self, rows.start)))
             if self.bias is not None:
                 write = partial(self.write_bias, rows.start)
                 shards.append(WeightShard(f"{name}.bias", (output.size,), (features,), self.bias[rows], write))
@@ -378,7 +428,8 @@ class RowLinear(Linear):
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         source, shape = f"{prefix}{self._source}.weight", (self._out_size, self._in_size)
         functions = partial(self.write_weight, 0), partial(self.take_blocks, 0)
-        shards = [WeightShard(source, shape, (slice(None), self._columns), self.weight, *functions)]
+        place = source, shape, (slice(None), self._columns), self.weight
+        shards = [WeightShard(*place, *functions, linear=(self, 0))]
         if self.bias is not None:
             shards.append(whole(f"{prefix}{self._source}.bias", self.bias, partial(self.write_bias, 0)))
         elif self._has_bias:
@@ -455,6 +506,29 @@ def rows_of_ranks(own: tuple[int, int], mesh: Mesh, look_up: Callable[[Tensor], 
     return sum_over_shards(rows.masked_fill(elsewhere.unsqueeze(-1), 0), mesh)
 
 
+@dataclass(frozen=True, slots=True)
+class VocabAdapter:
+    """What an adapter has in place of an embedding or an LM head, or adds to an embedding's rows."""
+
+    whole: Tensor | None = None
+    """[vocab, E], in its place."""
+    factors: tuple[Tensor, Tensor] | None = None
+    """float32 [vocab, ranks] and [ranks, E], whose product is added to an embedding; the scale is in the second."""
+
+    def rows(self, rows: Tensor, token_ids: Tensor) -> Tensor:
+        """rows [n, E] of the embedding of token_ids [n] -> the adapter's."""
+        if self.whole is not None:
+            return self.whole[token_ids].to(rows.dtype)
+        assert self.factors is not None
+        return (rows.float() + self.factors[0][token_ids] @ self.factors[1]).to(rows.dtype)
+
+    def to(self, device: torch.device) -> "VocabAdapter":
+        """The same on a device."""
+        whole = None if self.whole is None else self.whole.to(device)
+        factors = None if self.factors is None else (self.factors[0].to(device), self.factors[1].to(device))
+        return VocabAdapter(whole, factors)
+
+
 class VocabShard(Linear):
     """Rows of a [vocab, E] matrix for this rank's range of token ids; serves as embedding, as LM head, or as both."""
 
@@ -469,6 +543,21 @@ class VocabShard(Linear):
         self._spec = info.spec
         self._logits: Tensor | None = None
         self._product: Callable[[Linear, Tensor, Norm], Tensor] = Linear.__call__
+        self._embeddings: dict[int, VocabAdapter] = {}
+        self._heads: dict[int, VocabAdapter] = {}
+        """Of adapters by number."""
+
+    @property
+    def tokens(self) -> slice:
+        """This rank's token ids."""
+        return slice(self._start, self._start + self._length)
+
+    def place_vocab(self, number: int, embedding: VocabAdapter | None, head: VocabAdapter | None) -> None:
+        """What the adapter of this number has in place of, or adds to, what this serves as; None: nothing."""
+        for adapters, adapter in ((self._embeddings, embedding), (self._heads, head)):
+            adapters.pop(number, None)
+            if adapter is not None:
+                adapters[number] = adapter.to(self.weight.device)
 
     def compile_product(self, compiler: Compiler) -> None:
         """Compile norm and gemm, for any number of rows, unless they have been packed."""
@@ -478,8 +567,19 @@ class VocabShard(Linear):
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, E]."""
         if self._mesh.tp_size == 1:
-            return self._rows(token_ids)
-        return rows_of_ranks((self._start, self._length), self._mesh, self._rows, token_ids)
+            rows = self._rows(token_ids)
+        else:
+            rows = rows_of_ranks((self._start, self._length), self._mesh, self._rows, token_ids)
+        for adapter, chosen in self._rows_with(self._embeddings):
+            rows[chosen] = adapter.rows(rows[chosen], token_ids[chosen])
+        return rows
+
+    def _rows_with(self, adapters: Mapping[int, VocabAdapter]) -> Iterator[tuple[VocabAdapter, Tensor]]:
+        """Those of the current rows' adapters that are in `adapters`, and indices of these rows."""
+        if self._row_adapters is not None and adapters:
+            for number, rows in self._row_adapters.rows():
+                if number in adapters:
+                    yield adapters[number], rows
 
     def _rows(self, indices: Tensor) -> Tensor:
         return (
@@ -496,8 +596,18 @@ class VocabShard(Linear):
         call may overwrite them."""
         scale, softcap = self._spec.logit_scale, self._spec.logit_softcap
         if self.packed_whole is not None and self.runs_on_kernels(hidden.shape[0]):
-            return self.packed_whole.multiply(hidden, norm.packed, self.logits_memory(len(hidden)), scale, softcap)
-        logits = self._product(self, hidden, norm)
+            places = norm.packed, self.logits_memory(len(hidden))
+            logits = self.packed_whole.multiply(hidden, *places, scale, softcap, self.adapters_of_rows)
+        else:
+            logits = self._scaled(self._product(self, hidden, norm))
+        for adapter, chosen in self._rows_with(self._heads):
+            assert adapter.whole is not None
+            own = adapter.whole[self.tokens].to(hidden.dtype)
+            logits[chosen] = self._scaled(functional.linear(norm(hidden[chosen]), own, self.bias))
+        return logits
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        scale, softcap = self._spec.logit_scale, self._spec.logit_softcap
         if scale != 1:
             logits = logits * scale
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
@@ -512,12 +622,11 @@ class VocabShard(Linear):
         return self._logits[:num_rows]
 
     def weight_shards(self, source: str) -> list[WeightShard]:
-        rows = slice(self._start, self._start + self._length)
         functions = partial(self.write_weight, 0), partial(self.take_blocks, 0)
-        return [WeightShard(source, self._shape, (rows, slice(None)), self.weight, *functions)]
+        place = source, self._shape, (self.tokens, slice(None)), self.weight
+        return [WeightShard(*place, *functions, linear=(self, 0))]
 
     def bias_shards(self, source: str) -> list[WeightShard]:
         if self.bias is None:
             return []
-        rows = slice(self._start, self._start + self._length)
-        return [WeightShard(source, self._shape[:1], (rows,), self.bias, partial(self.write_bias, 0))]
+        return [WeightShard(source, self._shape[:1], (self.tokens,), self.bias, partial(self.write_bias, 0))]

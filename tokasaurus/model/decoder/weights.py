@@ -58,6 +58,9 @@ class WeightShard:
     is_transposed: bool = False
     """The stored shard is the transpose of the target, in a stack of one matrix, [1, columns, rows]."""
 
+    linear: tuple[nn.Module, int] | None = None
+    """The linear layer that has the weight, and the first of its outputs there; None where adapters add nothing."""
+
     def arranged(self, data: Tensor) -> Tensor:
         """The stored shard as the target has it."""
         if self.is_stacked or self.is_transposed:

@@ -29,6 +29,12 @@ class ModuleExecutor:
     def __init__(self, model: Decoder) -> None:
         self._model = model
 
+    @property
+    def adapters_of_tokens(self) -> Tensor | None:
+        """As PackedLayers.run wants them."""
+        rows = self._model.row_adapters
+        return None if rows is None else rows.numbers
+
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         for layer in self._model.decoder_layers():
             query, key, value, hidden = layer.before_attention(hidden, cos_sin)
@@ -148,7 +154,7 @@ class KernelExecutor:
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         if not self.runs_on_kernels(hidden.shape[0]):
             return self._modules.run(hidden, cos_sin, attends)
-        self.layers.run(hidden, cos_sin, self.backend.planned)
+        self.layers.run(hidden, cos_sin, self.backend.planned, self._modules.adapters_of_tokens)
         return hidden
 
 

@@ -114,7 +114,13 @@ class KernelDecode:
             and head.runs_on_kernels(len(slots))
             and not self._slots.want_logprobs[slots].any()
             and not self._slots.rules.have_any(slots)
+            and not self._have_own_vocab(slots)
         )
+
+    def _have_own_vocab(self, slots: NDArray[np.int32]) -> bool:
+        """Whether an adapter of these slots changes embeddings or logits."""
+        rows = self._model.row_adapters
+        return rows is not None and not rows.outside_layers.isdisjoint(self._slots.adapters[slots].tolist())
 
     def _take(self, row_slots: NDArray[np.int32]) -> _Rows:
         model, slots, num_rows = self._model, self._slots, len(row_slots)
@@ -139,6 +145,7 @@ class KernelDecode:
         )
         forward = self._executor.backend.paged_forward(kv_indices.data_ptr(), parts)
         row_slots = row_slots.copy()
+        adapters = slots.adapters[row_slots]
         step = DecodeStepStruct(
             *(ELEMENT_CODES[model.activation_dtype], len(layers), model.head_dim, spec.num_rotary_tables),
             ctypes.addressof(layers),
@@ -148,11 +155,12 @@ class KernelDecode:
             cos_sin_of_position.data_ptr(),
             *(slots.positions.ctypes.data, slots.block_tables.ctypes.data, slots.block_tables.shape[1]),
             *(slots.last_tokens.data_ptr(), slots.rules.tokens.data_ptr(), slots.noise_keys.ctypes.data),
-            *(num_rows, row_slots.ctypes.data, params.ctypes.data, ctypes.addressof(forward)),
+            *(num_rows, row_slots.ctypes.data, adapters.ctypes.data if adapters.any() else None),
+            *(params.ctypes.data, ctypes.addressof(forward)),
             *(token_ids.data_ptr(), kv_indices.data_ptr(), noise_keys.data_ptr(), kv_lengths.data_ptr()),
             *(cos_sin.data_ptr(), hidden.data_ptr(), logits.data_ptr(), sampled.data_ptr()),
         )
-        pointed_at = token_ids, noise_keys, query_starts, cos_sin, hidden, logits, params, parts, forward
+        pointed_at = token_ids, noise_keys, query_starts, cos_sin, hidden, logits, adapters, params, parts, forward
         return _Rows(row_slots, kv_indices, kv_lengths, sampled, parts[0], step, pointed_at)
 
 

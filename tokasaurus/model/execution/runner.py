@@ -26,6 +26,7 @@ from tokasaurus.model.attention.backend import AttentionBackend, RecordableBacke
 from tokasaurus.model.attention.row_split import Attends, attends_over
 from tokasaurus.model.buffer_sizes import BufferSizes, max_graph_groups, padded_count
 from tokasaurus.model.cpu.bindings import Kernels
+from tokasaurus.model.decoder.adapters import ModelAdapters
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.model import LayerExecutor, Model
@@ -209,6 +210,7 @@ class ModelRunner:
         async_tp_threshold: int | None = None,
         trace: Trace = NO_TRACE,
         links: StageLinks | None = None,
+        adapters: ModelAdapters | None = None,
     ) -> None:
         """compiler: compiles parts of the model; None if nothing is compiled. transfers: how arrays
         reach the device and results return; None: as is best for `device`. buffer_sizes: of their buffers.
@@ -489,7 +491,8 @@ class ModelRunner:
             result = self._by_kernels(self._kernel_decode, step, begun[0], recorded)
             if result is not None:
                 return result
-        batch, computed = self._compute(step, launches=recorded is not None)
+        has_adapters = self.adapters is not None and bool(self._slots.adapters[step.slots].any())
+        batch, computed = self._compute(step, launches=recorded is not None or has_adapters)
         num_tokens = int(step.num_tokens.sum())
         num_sampled = batch.num_sampled - (len(batch.token_slots) - num_tokens)  # without the rows that pad a graph
         if self._links is not None and not self._links.is_last:
@@ -532,6 +535,9 @@ class ModelRunner:
         return begun
 
     def _apply(self, changes: SlotChanges) -> None:
+        for number, digest in changes.adapters:
+            assert self.adapters is not None
+            self.adapters.place(number, digest)
         self._slots.apply(changes, self._staging)
         if self._kernel_decode is not None:
             self._kernel_decode.note(changes)
@@ -585,7 +591,8 @@ class ModelRunner:
         hidden = hidden[: len(batch.token_slots)]
         outputs: dict[str, Tensor] = {}
         is_mixed = batch.num_sampled < len(hidden) and batch.prompt_logprobs is None
-        if self._graphs is not None and is_mixed and num_sampled:
+        has_adapters = self.adapters is not None and self.adapters.has_rows
+        if self._graphs is not None and is_mixed and num_sampled and not has_adapters:
             outputs = {"is_finite": are_finite(hidden)}
             # A copy: the graphs may use the memory of what they have computed.
             rows = hidden.index_select(0, batch.logit_rows[:num_sampled])
@@ -616,7 +623,8 @@ class ModelRunner:
         if sampled.logprobs is not None:
             outputs["logprobs"] = sampled.logprobs
         if batch.prompt_logprobs is not None:
-            of_prompt = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._fill_prompt)
+            head = partial(self._logits, hidden, batch)
+            of_prompt = compute_prompt_logprobs(hidden, batch.prompt_logprobs, head, self._fill_prompt)
             is_finite[batch.prompt_logprobs.rows[: len(of_prompt.logprobs)]] &= torch.isfinite(of_prompt.logprobs)
             outputs |= {f"prompt_{name}": tensor for name, tensor in of_prompt._asdict().items()}
         return outputs
@@ -637,6 +645,8 @@ class ModelRunner:
             backend.plan(batch.layout)
             self._staging.send()
             attends, hidden = attends_over(backend, batch.layout), self._receive(step, entering, len(batch.token_ids))
+            if self.adapters is not None:
+                self.adapters.set_rows(self._adapters_of(batch, len(batch.token_ids)))
             hidden = self._model(batch.token_ids, hidden, batch.positions, executor, attends)
             return batch, DecodeOutput(hidden, logits=None)
         is_decode, prefixes = graphs.is_decode(step), None
@@ -680,9 +690,22 @@ class ModelRunner:
         """hidden [T, E]; logits [T, v] of this rank, if they are known already. A separate method, so that logits are
         freed when it returns."""
         if logits is None:
-            logits = self._model.logits(hidden[batch.logit_rows])
+            logits = self._logits(hidden, batch, batch.logit_rows)
         logits = logits[: batch.num_sampled]  # all rows of a graph sample
         return sample(logits, batch.sampling, self._kernels, self._shard)
+
+    def _logits(self, hidden: Tensor, batch: DeviceBatch, rows: Tensor) -> Tensor:
+        """As the model's, of these rows of hidden [T, E]."""
+        if self.adapters is not None:
+            numbers = self._adapters_of(batch, len(hidden))
+            self.adapters.set_rows(None if numbers is None else numbers[rows.cpu().numpy()])
+        return self._model.logits(hidden[rows])
+
+    def _adapters_of(self, batch: DeviceBatch, num_tokens: int) -> NDArray[np.int32] | None:
+        """int32 [num_tokens], the number of each token's adapter, or 0; None if no token has one. num_tokens: those of
+        the batch, and padding."""
+        numbers = self._slots.adapters[batch.token_slots]
+        return np.pad(numbers, (0, num_tokens - len(numbers))) if numbers.any() else None
 
     def _fill_prompt(self, logits: Tensor, target_ids: Tensor, result: TokenLogprobs) -> None:
         fill_token_logprobs(logits, target_ids, result, self._kernels, self._shard)

@@ -58,6 +58,8 @@ class SlotTable:
         self.logprobs_as_sampled: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         """Whether the slot's logprobs are of the distribution it draws from, as in SlotOpens."""
         self.want_experts: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self.adapters: NDArray[np.int32] = np.zeros(slots, np.int32)
+        """Number of each slot's adapter; 0: none."""
         self.rules = SlotRules(slots, device)
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.on_device = None if device.type == "cpu" else DeviceSlots(slots, size.max_blocks, device)
@@ -133,6 +135,7 @@ class SlotTable:
         self.num_top_logprobs[slots] = 0 if opened.num_top_logprobs is None else opened.num_top_logprobs
         self.logprobs_as_sampled[slots] = False if opened.logprobs_as_sampled is None else opened.logprobs_as_sampled
         self.want_experts[slots] = False if opened.want_experts is None else opened.want_experts
+        self.adapters[slots] = 0 if opened.adapters is None else opened.adapters
         self.rules.open(slots, opened.rules, self.sampling)
 
 

@@ -53,8 +53,8 @@ def compute_prompt_logprobs(
     head: Callable[[Tensor], Tensor],
     fill: Callable[[Tensor, Tensor, TokenLogprobs], None],
 ) -> TokenLogprobs:
-    """hidden [T, E]. head: maps hidden [rows, E] to logits, which its next call may overwrite. fill: as
-    fill_token_logprobs, from these logits."""
+    """hidden [T, E]. head: maps indices of rows of it, int64 [rows], to logits, which its next call may overwrite. fill:
+    as fill_token_logprobs, from these logits."""
     num_targets = len(targets.target_ids)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -66,7 +66,7 @@ def compute_prompt_logprobs(
     )
     for start in range(0, num_targets, LOGPROBS_AT_ONCE):
         chunk = slice(start, min(start + LOGPROBS_AT_ONCE, num_targets))
-        logits = head(hidden[targets.rows[start : start + LOGPROBS_AT_ONCE]])[: chunk.stop - start]
+        logits = head(targets.rows[start : start + LOGPROBS_AT_ONCE])[: chunk.stop - start]
         fill(logits, targets.target_ids[chunk], TokenLogprobs(*(tensor[chunk] for tensor in result)))
     return result
 

@@ -149,18 +149,19 @@ void add_rows(const PackedLayer& layer, const Norm& norm, int64_t num_rows, int6
 // Adds x times weights to the hidden states [num_rows, out_size], normalized and scaled as the layer says. output:
 // memory for [num_rows, out_size].
 template <typename Weight, typename Element>
-void add_output(const PackedLayer& layer, const PackedWeights& weights, const Norm& norm, const Element* x,
-                int64_t num_rows, Element* output, Element* hidden) {
+void add_output(const PackedLayer& layer, const PackedWeights& weights, const RowAdapters& adapters, const Norm& norm,
+                const Element* x, int64_t num_rows, Element* output, Element* hidden) {
   if (norm.kind == kNoNorm)
-    return multiply<Weight>({weights, x, weights.in_size, num_rows, hidden, hidden, float(layer.residual_multiplier)},
-                            kUnnormed);
-  multiply<Weight>({weights, x, weights.in_size, num_rows, nullptr, output}, kUnnormed);
+    return multiply<Weight>(
+        {weights, x, weights.in_size, num_rows, hidden, hidden, float(layer.residual_multiplier), 0, adapters},
+        kUnnormed);
+  multiply<Weight>({weights, x, weights.in_size, num_rows, nullptr, output, 1, 0, adapters}, kUnnormed);
   add_rows(layer, norm, num_rows, weights.out_size, output, hidden);
 }
 
 template <typename Weight, typename Stored>
 void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward& forward, int64_t num_rows,
-                const RotaryRows& rotary, Activation<Weight>* hidden) {
+                const RotaryRows& rotary, const int32_t* row_adapters, Activation<Weight>* hidden) {
   typedef Activation<Weight> Element;
   const PackedLayer& first = layers[0];
   const Shape shape{first.num_query_heads, first.num_kv_heads, first.head_dim, forward.page_size};
@@ -175,7 +176,11 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
     const PackedLayer& layer = layers[index];
     const CacheLayer<Stored> cache{(Stored*)forward.cache + index * forward.layer_size, shape.num_kv_heads,
                                    shape.head_dim, shape.page_size};
-    multiply<Weight>({layer.qkv, hidden, hidden_size, num_rows, nullptr, heads}, layer.attention_norm);
+    const auto adapters = [&](const LowRank* table) {
+      return RowAdapters{table, table == nullptr ? nullptr : row_adapters};
+    };
+    multiply<Weight>({layer.qkv, hidden, hidden_size, num_rows, nullptr, heads, 1, 0, adapters(layer.qkv_adapters)},
+                     layer.attention_norm);
     // Store every row's keys and values before any row attends: a row may read blocks that another row of this forward
     // fills.
     rotate_and_store_heads(layer, cache, forward.kv_indices, attention.num_rows(), rotary, heads, hidden);
@@ -183,15 +188,19 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
     const auto enter_mlp = [&] {
       if (layer.experts != nullptr)
         return run_experts<Weight>(*layer.experts, layer.mlp_norm, hidden, num_rows, nullptr, inner);
-      multiply<Weight>({layer.gate_up, hidden, hidden_size, num_rows, nullptr, inner}, layer.mlp_norm);
+      multiply<Weight>(
+          {layer.gate_up, hidden, hidden_size, num_rows, nullptr, inner, 1, 0, adapters(layer.gate_up_adapters)},
+          layer.mlp_norm);
     };
     if (layer.is_parallel) enter_mlp();
-    add_output<Weight>(layer, layer.out, layer.attention_out_norm, attended, num_rows, output, hidden);
+    add_output<Weight>(layer, layer.out, adapters(layer.out_adapters), layer.attention_out_norm, attended, num_rows,
+                       output, hidden);
     if (!layer.is_parallel) enter_mlp();
     if (layer.experts != nullptr)
       add_rows(layer, layer.mlp_out_norm, num_rows, hidden_size, inner, hidden);
     else
-      add_output<Weight>(layer, layer.down, layer.mlp_out_norm, inner, num_rows, output, hidden);
+      add_output<Weight>(layer, layer.down, adapters(layer.down_adapters), layer.mlp_out_norm, inner, num_rows, output,
+                         hidden);
   }
 }
 
@@ -200,13 +209,15 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
 TOKA_STRUCT_SIZE(PackedLayer)
 
 // Runs hidden [num_rows, hidden size] through the layers, in place. cos_sin [num_rows, num_tables, head_dim].
+// row_adapters [num_rows]: as in RowAdapters, or null.
 TOKA_EXPORT void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward,
-                                 int64_t num_rows, const float* cos_sin, int64_t num_tables, void* hidden) {
+                                 int64_t num_rows, const float* cos_sin, int64_t num_tables,
+                                 const int32_t* row_adapters, void* hidden) {
   dispatch_cache_type(forward->cache_type, [&](auto cache_tag) {
     dispatch_activation_type(layers->qkv.weight_type, [&](auto weight_tag) {
       typedef TypeOf<decltype(cache_tag)> Stored;
       typedef TypeOf<decltype(weight_tag)> Weight;
-      run_layers<Weight, Stored>(layers, num_layers, *forward, num_rows, {cos_sin, num_tables},
+      run_layers<Weight, Stored>(layers, num_layers, *forward, num_rows, {cos_sin, num_tables}, row_adapters,
                                  (Activation<Weight>*)hidden);
     });
   });

@@ -22,4 +22,6 @@ struct PackedLayer {
   int64_t is_parallel;         // attention and MLP have the same input
   double clip;                 // largest magnitude of queries, keys and values, before any norm; 0: any
   double residual_multiplier;  // of what is added
+  // Of all adapters, as in RowAdapters; null: none ever adds to these outputs.
+  const LowRank *qkv_adapters, *out_adapters, *gate_up_adapters, *down_adapters;
 };

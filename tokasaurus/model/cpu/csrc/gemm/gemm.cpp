@@ -93,6 +93,24 @@ TOKA_NOINLINE void scale_outputs(float multiplier, float softcap, float* numbers
   }
 }
 
+// Adds what an adapter adds to one row's sums [kPanel] of one panel. inner: of the row.
+inline void add_low_rank(const LowRank& own, const float* inner, int64_t panel, float* sums) {
+  constexpr int kVectors = kPanelVectors / 2;  // of half a panel
+  if (own.up == nullptr) return;
+  for (int half = 0; half < 2; ++half, sums += kPanel / 2) {
+    const LowRankHalf& ranks = own.halves[2 * panel + half];
+    const float *up = own.up + ranks.offset, *x = inner + ranks.first;
+    Floats even[kVectors] = {}, odd[kVectors] = {};
+    for (int64_t i = 0; i < ranks.count; i += 2, up += kPanel)
+      repeat<kVectors>([&](auto v) TOKA_LAMBDA {
+        even[v] += x[i] * load(up + v * kLanes);
+        odd[v] += x[i + 1] * load(up + kPanel / 2 + v * kLanes);
+      });
+    repeat<kVectors>([&](auto v)
+                         TOKA_LAMBDA { store(sums + v * kLanes, load(sums + v * kLanes) + (even[v] + odd[v])); });
+  }
+}
+
 // Applies all that follows the products to one row's sums [kPanel] of one panel, and stores the result.
 template <typename Weight>
 inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float* sums) {
@@ -100,6 +118,8 @@ inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float
   const PackedWeights& weights = gemm.weights;
   const int64_t width = weights.panel_width(), first = row * weights.out_size + panel * width;
   const int64_t count = std::min(width, weights.out_size - panel * width);
+  if (gemm.inner != nullptr)
+    add_low_rank(gemm.adapters.table[gemm.adapters.of_rows[row]], gemm.inner + row * gemm.inner_size, panel, sums);
   if (weights.bias != nullptr)
     for (int i = 0; i < kPanel; i += kLanes) store(sums + i, load(sums + i) + load(weights.bias + panel * kPanel + i));
   if (weights.gate_limit != 0)
@@ -398,6 +418,70 @@ const float* group_sums(const Gemm<Weight>& gemm) {
   return all;
 }
 
+// Adjacent rows with one adapter.
+struct AdapterRows {
+  const LowRank* adapter;
+  int64_t first, count;
+};
+
+// Memory for what multiply_down computes, and for its work items.
+struct LowRankScratch {
+  ScratchMemory<float> inner;
+  std::vector<AdapterRows> items;
+};
+
+LowRankScratch& low_rank_scratch() {
+  static LowRankScratch memory;
+  return memory;
+}
+
+// to [rows.count][stride]: x times a panel of the rows' down matrix.
+template <typename Weight>
+void multiply_down_panel(const Gemm<Weight>& gemm, const AdapterRows& rows, int64_t panel, float* to, int64_t stride) {
+  typedef Activation<Weight> Element;
+  const int64_t in_size = gemm.weights.in_size;
+  const Weight* const weights = (const Weight*)rows.adapter->down.panels + panel * in_size * kPanel;
+  alignas(64) float sums[Tiles<Weight>::kRows * kPanel] = {};
+  Tiles<Weight> tiles;
+  tiles.multiply(int(rows.count), XRows<Element>{gemm.x + rows.first * gemm.x_stride, gemm.x_stride, nullptr}, weights,
+                 in_size, Prefetches{}, sums);
+  for (int64_t row = 0; row < rows.count; ++row) std::copy_n(sums + row * kPanel, kPanel, to + row * stride);
+}
+
+// Sets what the epilogue reads of the rows' adapters. gemm.x: normalized. Each sum adds in the order of x, so that a
+// row's result does not depend on the others.
+template <typename Weight>
+void multiply_down(Gemm<Weight>& gemm) {
+  constexpr int kRows = Tiles<Weight>::kRows;
+  LowRankScratch& memory = low_rank_scratch();
+  memory.items.clear();
+  int64_t num_panels = 0;
+  for (int64_t row = 0; row < gemm.num_rows; ++row) {
+    const LowRank* const adapter = gemm.adapters.table + gemm.adapters.of_rows[row];
+    if (adapter->up == nullptr) continue;
+    num_panels = std::max(num_panels, adapter->down.num_panels());
+    if (!memory.items.empty()) {
+      AdapterRows& last = memory.items.back();
+      if (last.adapter == adapter && last.first + last.count == row && last.count < kRows) {
+        ++last.count;
+        continue;
+      }
+    }
+    memory.items.push_back({adapter, row, 1});
+  }
+  if (num_panels == 0) return;
+  const int64_t inner_size = num_panels * kPanel;
+  float* const inner = scratch(memory.inner, gemm.num_rows * inner_size);
+  Team::get().parallel_for(int64_t(memory.items.size()) * num_panels, 1, [&](int64_t index) {
+    const AdapterRows& rows = memory.items[index / num_panels];
+    const int64_t panel = index % num_panels;
+    if (panel < rows.adapter->down.num_panels())
+      multiply_down_panel(gemm, rows, panel, inner + rows.first * inner_size + panel * kPanel, inner_size);
+  });
+  gemm.inner = inner;
+  gemm.inner_size = inner_size;
+}
+
 // Memory for rows of x in 8 bits or in planes.
 struct Int8Scratch {
   ScratchMemory<int8_t> codes;
@@ -638,11 +722,15 @@ void multiply_groups(const Gemm<Weight>& gemm, const Norm& norm, const PackedWei
     x = normed;
     x_stride = in_size;
   }
+  Gemm<Weight> normed{gemm.weights, x, x_stride, num_rows, gemm.residual, gemm.out, gemm.multiplier, gemm.softcap,
+                      gemm.adapters};
+  if (gemm.adapters.of_rows != nullptr) multiply_down(normed);
   const float* sums = nullptr;
   const Element* tiles = nullptr;
   const auto with = [&](const PackedWeights& own) {
-    return Gemm<Weight>{own,          x,    x_stride, num_rows, gemm.residual, gemm.out, gemm.multiplier,
-                        gemm.softcap, sums, tiles};
+    return Gemm<Weight>{
+        own,           x,    x_stride, num_rows,     gemm.residual,    gemm.out, gemm.multiplier, gemm.softcap,
+        gemm.adapters, sums, tiles,    normed.inner, normed.inner_size};
   };
   Int8Rows integers{};
   if (!rows.integer_rows.empty())
@@ -672,7 +760,7 @@ void multiply(const Gemm<Weight>& gemm, const Norm& norm) {
     const int64_t starts[] = {0, std::min(most, gemm.num_rows - first)};
     const auto* const residual = gemm.residual == nullptr ? nullptr : gemm.residual + first * out_size;
     multiply_groups<Weight>({gemm.weights, gemm.x + first * gemm.x_stride, gemm.x_stride, starts[1], residual,
-                             gemm.out + first * out_size, gemm.multiplier, gemm.softcap},
+                             gemm.out + first * out_size, gemm.multiplier, gemm.softcap, gemm.adapters.from(first)},
                             norm, &gemm.weights, 1, starts);
   }
 }
@@ -701,6 +789,12 @@ void reserve_rows(const PackedWeights& weights, int64_t num_rows, int64_t num_gr
   }
 }
 
+// Allocates and touches the memory for rows times the down matrices of their adapters.
+TOKA_EXPORT void toka_reserve_adapters(int64_t num_rows, int64_t num_ranks) {
+  scratch(low_rank_scratch().inner, num_rows * ((num_ranks + kPanel - 1) / kPanel * kPanel));
+  low_rank_scratch().items.reserve(num_rows);
+}
+
 // Number of outputs of a panel.
 TOKA_EXPORT int64_t toka_panel_size() { return kPanel; }
 
@@ -709,6 +803,7 @@ TOKA_EXPORT int64_t toka_max_tiled_rows() { return Tiles<bfloat16>::kAreTiled ? 
 
 TOKA_STRUCT_SIZE(Norm)
 TOKA_STRUCT_SIZE(PackedWeights)
+TOKA_STRUCT_SIZE(LowRank)
 
 // unpacked [out_size, in_size], or [2 * out_size, in_size] with gates before ups -> panels [num_panels * kPanel *
 // in_size] in the layout that gemm_tile.h describes.
@@ -741,16 +836,24 @@ TOKA_EXPORT int64_t toka_block_panel_bytes(int64_t block_type, int64_t in_size) 
   return block_panel_bytes(block_type, in_size);
 }
 
-// out = x times weights, plus bias, activated and gated as the weights say, and scaled as Gemm says. norm: of x, or
-// null.
+// out = x times weights, plus what adapters add and the bias, activated and gated as the weights say, and scaled as
+// Gemm says. norm: of x, or null. adapters, row_adapters: of RowAdapters.
 TOKA_EXPORT void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
-                               const Norm* norm, double multiplier, double softcap, void* out) {
+                               const Norm* norm, double multiplier, double softcap, const LowRank* adapters,
+                               const int32_t* row_adapters, void* out) {
   dispatch_activation_type(weights->weight_type, [&](auto tag) {
     typedef TypeOf<decltype(tag)> Weight;
     typedef Activation<Weight> Element;
-    multiply<Weight>(
-        {*weights, (const Element*)x, x_stride, num_rows, nullptr, (Element*)out, float(multiplier), float(softcap)},
-        norm == nullptr ? kUnnormed : *norm);
+    multiply<Weight>({*weights,
+                      (const Element*)x,
+                      x_stride,
+                      num_rows,
+                      nullptr,
+                      (Element*)out,
+                      float(multiplier),
+                      float(softcap),
+                      {adapters, row_adapters}},
+                     norm == nullptr ? kUnnormed : *norm);
   });
 }
 

@@ -32,6 +32,28 @@ struct PackedWeights {
   int64_t num_panels() const { return (out_size + panel_width() - 1) / panel_width(); }
 };
 
+// The ranks of half a panel's outputs, and where their numbers are.
+struct LowRankHalf {
+  int64_t first, count, offset;
+};
+
+// What one adapter adds to the outputs of packed weights, before the bias: (x times down) times up. Source: arXiv
+// 2106.09685. Filled by Python: bindings.LowRankStruct.
+struct LowRank {
+  PackedWeights down;         // [ranks, in_size], plain, of the type of the weights that it is added to
+  const float* up;            // of each half of a panel [count][kPanel / 2], from its offset on; null: nothing is added
+  const LowRankHalf* halves;  // [2 * panels]; counts are even
+};
+
+// The adapters of rows. table: by their numbers, of which 0 adds nothing; of_rows [num_rows]; null: no row has one.
+struct RowAdapters {
+  const LowRank* table;
+  const int32_t* of_rows;
+
+  // Of the rows from `first` on.
+  RowAdapters from(int64_t first) const { return {table, of_rows == nullptr ? nullptr : of_rows + first}; }
+};
+
 template <typename Weight>
 struct Gemm {
   typedef Activation<Weight> Element;
@@ -39,12 +61,15 @@ struct Gemm {
   const PackedWeights& weights;
   const Element* x;  // [num_rows, in_size], rows x_stride elements apart
   int64_t x_stride, num_rows;
-  const Element* residual;            // [num_rows, out_size], or null
-  Element* out;                       // [num_rows, out_size]; may be the residual
-  float multiplier = 1;               // of outputs, before the residual is added
-  float softcap = 0;                  // they become softcap * tanh(output / softcap) first; 0: they do not
+  const Element* residual;  // [num_rows, out_size], or null
+  Element* out;             // [num_rows, out_size]; may be the residual
+  float multiplier = 1;     // of outputs, before the residual is added
+  float softcap = 0;        // they become softcap * tanh(output / softcap) first; 0: they do not
+  RowAdapters adapters = {};
   const float* group_sums = nullptr;  // of x, as below: set by multiply_groups
   const Element* tiles = nullptr;     // x in tiles, if it is in parts
+  const float* inner = nullptr;       // x times the down matrices of the rows' adapters, [num_rows, inner_size]
+  int64_t inner_size = 0;
 };
 
 // norm: applied to x first.

@@ -1,0 +1,119 @@
+"""Adapters of a rank's model: its shares of them, and which ones are in use. Source: arXiv 2106.09685."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokasaurus.checkpoint.adapters import Adapter, LowRank, fit_to_base
+from tokasaurus.checkpoint.info import EMBEDDING, HEAD
+from tokasaurus.model.cpu.bindings import HugePageTensors
+from tokasaurus.model.cpu.low_rank import LowRankRows
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.layers import Linear, LinearAdapter, VocabAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShare:
+    """A rank's share of an adapter."""
+
+    linears: Mapping[Linear, LinearAdapter]
+    embedding: VocabAdapter | None
+    head: VocabAdapter | None
+
+
+
+class ModelAdapters:
+    """The adapters that are loaded, by digest, and the numbers by which rows have them. All ranks have the same."""
+
+    def __init__(self, model: Decoder, num_adapters: int) -> None:
+        """num_adapters: most that steps may have at a time: numbers are from 1 to it."""
+        self._model = model
+        self._rows = model.use_adapters(num_adapters)
+        self._loaded: dict[str, AdapterShare] = {}
+        self._placed: dict[int, AdapterShare] = {}
+        self._shapes = {shard.source: shard.shape for shard in model.weight_shards() if shard.linear is not None}
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._loaded
+
+    def share(self, adapter: Adapter) -> AdapterShare:
+        """Of this rank. Raises CheckpointError if it is an adapter of another model."""
+        adapter = fit_to_base(adapter, self._shapes)
+        model, memory = self._model, HugePageTensors()
+        changes, whole = ({each.source: each for each in group} for group in (adapter.low_rank, adapter.whole))
+        parts = defaultdict[Linear, list[LowRankRows]](list)
+        for shard in model.weight_shards():
+            change = changes.get(shard.source)
+            if change is None or shard.linear is None or shard.target is None or shard.source in (EMBEDDING, HEAD):
+                continue
+            linear, first_row = shard.linear
+            assert isinstance(linear, Linear)
+            rows, columns = shard.shard
+            up = _scaled(change)[rows]
+            up = up if shard.order is None else up[shard.order]
+            parts[linear].append(LowRankRows(first_row, torch.from_numpy(change.a)[:, columns], up))
+        embedding = head = None
+        if model.is_first_stage:
+            if EMBEDDING in whole:
+                embedding = VocabAdapter(self._as_stored(whole[EMBEDDING].weight))
+            elif EMBEDDING in changes:
+                change = changes[EMBEDDING]
+                embedding = VocabAdapter(factors=(_scaled(change), torch.from_numpy(change.a)))
+        if model.head is not None:
+            if HEAD in whole:
+                head = VocabAdapter(self._as_stored(whole[HEAD].weight))
+            elif HEAD in changes:
+                change = changes[HEAD]
+                parts[model.head].append(LowRankRows(0, torch.from_numpy(change.a), _scaled(change)[model.head.tokens]))
+        linears = {linear: linear.prepare_adapter(own, memory) for linear, own in parts.items()}
+        return AdapterShare(linears, embedding, head)
+
+    def _as_stored(self, weight: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(weight).to(self._model.weight_dtype)
+
+    def load(self, digest: str, share: AdapterShare) -> None:
+        self._loaded[digest] = share
+
+    def unload(self, digest: str) -> None:
+        """No step has it any more. An unknown one is ignored."""
+        share = self._loaded.pop(digest, None)
+        for number in [number for number, placed in self._placed.items() if placed is share]:
+            self.place(number, None)
+
+    def set_rows(self, numbers: NDArray[np.int32] | None) -> None:
+        """numbers: of the rows that are computed next, int32 [T]; None: no row has an adapter."""
+        self._rows.set(numbers, self._model.device)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any of the current rows has an adapter."""
+        return self._rows.numbers is not None
+
+    def place(self, number: int, digest: str | None) -> None:
+        """Rows with this number have this adapter from the next step on; None: no row has the number."""
+        share = None if digest is None else self._loaded[digest]
+        before = self._placed.pop(number, None)
+        linears = {*(() if before is None else before.linears), *(() if share is None else share.linears)}
+        for linear in linears:
+            linear.place_adapter(number, None if share is None else share.linears.get(linear))
+        embedding, head = (None, None) if share is None else (share.embedding, share.head)
+        model, is_one = self._model, self._model.head is self._model.embedding
+        if model.embedding is not None:
+            model.embedding.place_vocab(number, embedding, head if is_one else None)
+        if model.head is not None and not is_one:
+            model.head.place_vocab(number, None, head)
+        self._rows.outside_layers.discard(number)
+        if share is not None:
+            self._placed[number] = share
+            if embedding is not None or head is not None or model.head in share.linears:
+                self._rows.outside_layers.add(number)
+
+
+def _scaled(change: LowRank) -> Tensor:
+    """Of b, float32 [outputs, ranks]."""
+    return torch.from_numpy(change.b) * change.scale
