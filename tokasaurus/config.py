@@ -30,6 +30,10 @@ ORIGIN = r"(null|[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._:\[\]-]+)"
 _ORIGINS = rf"\s*(\*|{ORIGIN}(\s*,\s*{ORIGIN})*)\s*"
 
 
+_NUM_ADAPTERS = 8
+"""Trainers that go on while roll-outs run keep as many versions as these are behind, and two more."""
+
+
 _RETIRED = {
     "prefill_round_up_multiple": "with greedy_prefill=F, prefill tokens are rounded up to a multiple of 16",
     "precise_onboard_batch_size": "a KV simulation admits at most 128 sequences",
@@ -128,6 +132,19 @@ class ServerConfig(FlagConfig):
         "attention, linear layers and sampling of this project; auto is native where the family has such layers",
         choices=("auto", "native", "transformers"),
     )
+    lora: dict | None = flag(  # type: ignore[type-arg]  # Pydra calls the annotation to cast
+        None,
+        "adapters (LoRA, as PEFT stores them) that requests may name as their model: a JSON object of names and "
+        'directories, such as {"sql":"adapters/sql"}',
+        none_means="none",
+    )
+    max_loras: int | None = count(
+        None,
+        "adapters that steps may have at a time; requests for further ones wait; 0 refuses adapters",
+        minimum=0,
+        none_means="8 with lora= or rl=T, else 0",
+    )
+    max_lora_rank: int = flag(64, "largest rank of an adapter", minimum=1, maximum=256)
     served_model_name: str | None = flag(None, "the model's name in the API", none_means="model")
     model_aliases: str | None = flag(
         None,
@@ -465,6 +482,13 @@ class ServerConfig(FlagConfig):
     max_stop_strings = 16
     max_stop_chars = 1024
     """Characters of a stop string."""
+
+    @property
+    def num_adapters(self) -> int:
+        """Adapters that steps may have at a time."""
+        if self.max_loras is not None:
+            return self.max_loras
+        return _NUM_ADAPTERS if self.lora or self.rl else 0
 
     def named_in(self, words: Collection[str], without: Collection[str]) -> dict[str, Any]:
         """Values of the server's flags that the words name, for another server with these flags."""

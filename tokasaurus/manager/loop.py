@@ -284,6 +284,7 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
         device=limits[0].device,
         num_routed_experts=limits[0].num_routed_experts,
         no_routed_experts=limits[0].no_routed_experts,
+        no_adapters=limits[0].no_adapters,
     )
 
 

@@ -109,6 +109,37 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Load an adapter, which requests name by its digest. Steps go on. Done at once if it is loaded."""
+
+    command_id: int
+    digest: str
+    """Of checkpoint/adapters."""
+    directory: str
+    """Contains its two files, which do not change."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Forget an adapter, which no request uses any more. An unknown one is ignored."""
+
+    command_id: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter that requests may ask for."""
+
+    name: str
+    digest: str
+    directory: str
+    """As of LoadAdapter: the server's own copy."""
+    source: str
+    """Where the client had it, as it was written; "" if it came in a request."""
+
+
+@dataclass(frozen=True, slots=True)
 class StartedUpdate:
     """Weights that come in parts have begun to come."""
 
@@ -133,11 +164,13 @@ class Held:
     refuses_asleep: bool = False
     """New requests are refused instead of waiting while the engine sleeps."""
     started_update: StartedUpdate | None = None
+    adapters: tuple[NamedAdapter, ...] = ()
+    """No two have the same name."""
 
 
 NOTHING_HELD = Held()
 
-WorkerCommand = UpdateWeights | Sleep | Wake
+WorkerCommand = UpdateWeights | Sleep | Wake | LoadAdapter | UnloadAdapter
 """What a manager passes on to its workers."""
 
 EngineCommand = Pause | Resume | AbortRequests | ClearCache | WorkerCommand

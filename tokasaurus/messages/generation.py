@@ -104,6 +104,11 @@ class GenerateRequest:
     requests that want them, too, so that they are known of cached tokens."""
     num_top_prompt_logprobs: int = 0
     """Top-k logprobs returned at each prompt position."""
+    adapter: str = ""
+    """Digest of a loaded adapter, which keeps it from being unloaded; "" for none. KV is shared only between requests
+    with the same."""
+    adapter_version: str = ""
+    """With an adapter: the weight version of all tokens."""
     grammar: str = ""
     """Grammar that the whole text of each completion must match, in llguidance's form; "" allows any text.
 

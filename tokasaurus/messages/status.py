@@ -86,6 +86,9 @@ def longest_sequence(
     return min([*limits, (num_kv_tokens, "kv_cache_num_tokens")], key=lambda limit: limit[0])
 
 
+NO_ADAPTERS = "the server was started without adapters: lora= or max_loras= allow them"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """Capacity of the engine, known once the worker has sized its KV cache, and costs measured on its device."""
@@ -119,6 +122,8 @@ class EngineLimits:
     not."""
     no_routed_experts: str = "the model has no experts"
     """Why requests may not ask for them, for the user."""
+    no_adapters: str = NO_ADAPTERS
+    """Why adapters cannot be loaded, for the user; "" if they can."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ class AdapterShare:
     head: VocabAdapter | None
 
 
-
 class ModelAdapters:
     """The adapters that are loaded, by digest, and the numbers by which rows have them. All ranks have the same."""
 
@@ -45,7 +44,8 @@ class ModelAdapters:
         """Of this rank. Raises CheckpointError if it is an adapter of another model."""
         adapter = fit_to_base(adapter, self._shapes)
         model, memory = self._model, HugePageTensors()
-        changes, whole = ({each.source: each for each in group} for group in (adapter.low_rank, adapter.whole))
+        changes = {change.source: change for change in adapter.low_rank}
+        whole = {weight.source: weight for weight in adapter.whole}
         parts = defaultdict[Linear, list[LowRankRows]](list)
         for shard in model.weight_shards():
             change = changes.get(shard.source)

@@ -574,6 +574,11 @@ class VocabShard(Linear):
             rows[chosen] = adapter.rows(rows[chosen], token_ids[chosen])
         return rows
 
+    @property
+    def _has_adapters(self) -> bool:
+        """Whether any of the current rows has one: what is compiled knows of none."""
+        return self._row_adapters is not None and self._row_adapters.numbers is not None
+
     def _rows_with(self, adapters: Mapping[int, VocabAdapter]) -> Iterator[tuple[VocabAdapter, Tensor]]:
         """Those of the current rows' adapters that are in `adapters`, and indices of these rows."""
         if self._row_adapters is not None and adapters:
@@ -599,7 +604,8 @@ class VocabShard(Linear):
             places = norm.packed, self.logits_memory(len(hidden))
             logits = self.packed_whole.multiply(hidden, *places, scale, softcap, self.adapters_of_rows)
         else:
-            logits = self._scaled(self._product(self, hidden, norm))
+            product = Linear.__call__ if self._has_adapters else self._product
+            logits = self._scaled(product(self, hidden, norm))
         for adapter, chosen in self._rows_with(self._heads):
             assert adapter.whole is not None
             own = adapter.whole[self.tokens].to(hidden.dtype)

@@ -217,6 +217,7 @@ class ModelRunner:
         async_tp_threshold: padded tokens from which a forward uses async tensor parallelism, which needs a compiler;
         None: never. links: with the other pipeline stages; None if there are none."""
         self.trace = trace
+        self.adapters = adapters
         self._model = model
         self._backend = backend
         # Not at each step: Python takes as long to look for a protocol's methods as for several launches.
@@ -636,6 +637,8 @@ class ModelRunner:
 
         entering: hidden states that no other stage has to send. launches: without graphs and compiled layers.
         """
+        if self.adapters is not None and self.adapters.has_rows:
+            self.adapters.set_rows(None)  # of the step before
         graphs, backend, executor = None if launches else self._graphs, self._backend, self._executor
         if launches and isinstance(executor, CompiledExecutor):
             executor = executor.plain

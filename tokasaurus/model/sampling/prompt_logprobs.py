@@ -53,7 +53,7 @@ def compute_prompt_logprobs(
     head: Callable[[Tensor], Tensor],
     fill: Callable[[Tensor, Tensor, TokenLogprobs], None],
 ) -> TokenLogprobs:
-    """hidden [T, E]. head: maps indices of rows of it, int64 [rows], to logits, which its next call may overwrite. fill:
+    """hidden [T, E]. head: maps int64 [rows], indices of its rows, to logits, which its next call may overwrite. fill:
     as fill_token_logprobs, from these logits."""
     num_targets = len(targets.target_ids)
 

@@ -14,10 +14,19 @@ import torch
 
 from tokasaurus.checkpoint import Checkpoint, check_weight_sizes, weight_files
 from tokasaurus.messages.channel import Receiver, Sender
-from tokasaurus.messages.commands import CommandDone, Sleep, UpdateWeights, Wake, WorkerCommand
+from tokasaurus.messages.commands import (
+    CommandDone,
+    LoadAdapter,
+    Sleep,
+    UnloadAdapter,
+    UpdateWeights,
+    Wake,
+    WorkerCommand,
+)
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.stages import StageBoard
 from tokasaurus.messages.status import (
+    NO_ADAPTERS,
     EngineLimits,
     Failed,
     FlagRefused,
@@ -31,6 +40,7 @@ from tokasaurus.messages.status import (
 )
 from tokasaurus.model.buffer_sizes import padded_count, sizes_for
 from tokasaurus.model.cpu.bindings import Kernels
+from tokasaurus.model.decoder.adapters import ModelAdapters
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
@@ -39,6 +49,7 @@ from tokasaurus.model.parallel.collectives import is_about_another_rank, joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import StageLinks
 from tokasaurus.model.triton_choice import groups_in_use
+from tokasaurus.model.worker.adapter_loads import AdapterLoads
 from tokasaurus.model.worker.all_reduce_start import choose_sums, is_tried
 from tokasaurus.model.worker.attention_choice import choose_attention
 from tokasaurus.model.worker.device import choose_device, choose_platform, leave_threads_to
@@ -128,6 +139,10 @@ def run_worker(
                         error = worker.sleeper.sleep(command.with_weights)
                     case Wake():
                         error = worker.sleeper.wake(command.may_lack_weights)
+                    case LoadAdapter():
+                        error = worker.no_adapters if worker.adapters is None else worker.adapters.load(command)
+                    case UnloadAdapter():
+                        error = "" if worker.adapters is None else worker.adapters.unload(command)
                 return error
 
             with threads:
@@ -159,6 +174,7 @@ def loading() -> list[Phase]:
         Phase("", choose_attention, when=lambda start: not start.on_cuda),
         Phase("Triton kernels", check_triton, when=lambda start: groups_in_use(start.device, "sampling", "layers")),
         Phase("", make_slots, (SLOTS,)),
+        Phase("", take_adapters, when=lambda start: start.config.num_adapters),
         Phase("", link_stages, (STAGES,), when=lambda start: start.mesh.pp_size > 1),
         Phase("", make_runner, (INPUTS,)),
         Phase("compiled layers", compile_layers, when=lambda start: start.compiler),
@@ -197,6 +213,12 @@ class StartedWorker:
     kernels: Kernels | None
     """The CPU kernels, if they run all layers of every forward; else None."""
     sleeper: Sleeper
+    adapters: AdapterLoads | None
+    """None if the model takes no adapters."""
+
+    @property
+    def no_adapters(self) -> str:
+        return self.limits.no_adapters
 
 
 @contextmanager
@@ -261,13 +283,18 @@ def _ready(start: Start) -> StartedWorker:
         device=start.device.type,
         num_routed_experts=0 if (refusal := _no_routed_experts(start)) else _num_routed_experts(start),
         no_routed_experts=refusal,
+        no_adapters=_no_adapters(start),
     )
     # Not earlier: it touches the cache, and the measurements of the start need an idle machine.
     sleeper = Sleeper(
         *(start.model, start.backend, start.updates, start.device, start.mesh, runner),
         record_graphs=partial(_record_again, start),
     )
-    return StartedWorker(runner, limits, start.device, start.kernels if runner.always_on_kernels else None, sleeper)
+    adapters = None
+    if runner.adapters is not None:
+        adapters = AdapterLoads(runner.adapters, config.max_lora_rank, start.mesh, start.device)
+    kernels = start.kernels if runner.always_on_kernels else None
+    return StartedWorker(runner, limits, start.device, kernels, sleeper, adapters)
 
 
 def _num_routed_experts(start: Start) -> int:
@@ -282,6 +309,26 @@ def _no_routed_experts(start: Start) -> str:
     if not isinstance(start.model, Decoder):
         return "layers that transformers computes do not tell which experts they choose"
     return "" if start.mesh.pp_size == 1 else "pipeline stages do not tell each other which experts they choose"
+
+
+def _no_adapters(start: Start) -> str:
+    """Why adapters cannot be loaded; "" if they can."""
+    if not start.config.num_adapters:
+        return NO_ADAPTERS
+    if start.config.async_tp_threshold is not None:
+        return "async_tp_threshold= computes no adapters"
+    return "" if isinstance(start.model, Decoder) else "layers that transformers computes take no adapters"
+
+
+def take_adapters(start: Start) -> str:
+    """The model's layers may have adapters. Raises FlagRefused if flags name some, and they cannot."""
+    if refusal := _no_adapters(start):
+        if start.config.lora:
+            raise FlagRefused(f"lora: {refusal}")
+        return ""
+    assert isinstance(start.model, Decoder)
+    start.adapters = ModelAdapters(start.model, start.config.num_adapters)
+    return ""
 
 
 def check_files(start: Start) -> str:
@@ -330,6 +377,7 @@ def make_runner(start: Start) -> str:
         async_tp_threshold=config.async_tp_threshold,
         trace=start.trace,
         links=start.links,
+        adapters=start.adapters,
     )
     records_groups = start.runner.records_attention and limits.has_groups
     start.group_sizes = sizes_of_groups(config, start.graph_sizes) if records_groups else []

@@ -15,6 +15,7 @@ from tokasaurus.messages.status import DEFAULT_HYDRAGEN, HydragenCosts, PhaseDon
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
+from tokasaurus.model.decoder.adapters import ModelAdapters
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.model import Model
@@ -117,6 +118,8 @@ class Start:
     slots: SlotTable = field(init=False)
     trace: Trace = field(init=False)
     links: StageLinks | None = None
+    adapters: ModelAdapters | None = None
+    """None if the server was started without, or the model takes none."""
     runner: ModelRunner = field(init=False)
     graph_sizes: list[int] = field(init=False)
     """Sequences of the decode steps to record, largest first; none if no graphs are wanted, or can be recorded."""
