@@ -36,6 +36,13 @@ class EngineFlags(TypedDict, total=False):
     model_impl: Literal["auto", "native", "transformers"]
     """What computes the model: native is the layers of this project, transformers the model's class there with the
     attention, linear layers and sampling of this project; auto is native where the family has such layers."""
+    lora: dict[str, Any] | None
+    """Adapters (LoRA, as PEFT stores them) that requests may name as their model: a JSON object of names and
+    directories, such as {"sql":"adapters/sql"}."""
+    max_loras: int | None
+    """Adapters that steps may have at a time; requests for further ones wait; 0 refuses adapters."""
+    max_lora_rank: int
+    """Largest rank of an adapter."""
     served_model_name: str | None
     """The model's name in the API."""
     device: Literal["cpu", "cuda", "gpu"] | None

@@ -26,6 +26,7 @@ from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.buffer_sizes import BufferSizes
 from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.decoder.adapters import ModelAdapters
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import build_decoder
 from tokasaurus.model.decoder.model import Model
@@ -56,6 +57,7 @@ def make_runner(
     async_tp_threshold: int | None = None,
     links: StageLinks | None = None,
     max_graph_rows: int = 0,
+    adapters: ModelAdapters | None = None,
 ) -> ModelRunner:
     num_heads, num_kv_heads = mesh.shard(info.num_heads, "heads")[1], mesh.kv_head_shard(info.num_kv_heads)[1]
     shape = KVShape(
@@ -70,7 +72,8 @@ def make_runner(
     slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), device)
     slots.rules.allocate((num_blocks + 1) * page_size)
     places = model, chosen, slots, page_size, device, kernels
-    return ModelRunner(*places, compiler, transfers, buffer_sizes, mesh, async_tp_threshold, links=links)
+    rest = transfers, buffer_sizes, mesh, async_tp_threshold
+    return ModelRunner(*places, compiler, *rest, links=links, adapters=adapters)
 
 
 def load_runner(directory: Path, dtype: torch.dtype) -> ModelRunner:
@@ -137,6 +140,8 @@ class StepDriver:
         self._logprobs_as_sampled: dict[int, bool] = {}
         self._num_prompt_top: dict[int, int | None] = {}
         self._first_writes: dict[int, int] = {}
+        self._adapters: dict[int, int] = {}
+        self._to_place: list[tuple[int, str]] = []
         self.top: dict[int, list[tuple[int, float]]] = {}
         self.logprobs_by_slot: dict[int, list[PromptLogprob]] = {}
 
@@ -153,6 +158,7 @@ class StepDriver:
         num_prompt_top: int | None = None,
         num_recomputed: int = 0,
         logprobs_as_sampled: bool = False,
+        adapter: int = 0,
         **params: Any,
     ) -> None:
         """shares: (other slot, blocks): this slot shares the first blocks of the other and starts after them.
@@ -161,7 +167,7 @@ class StepDriver:
         num_prompt_top: number of top-k logprobs for each prompt token, in `logprobs_by_slot` after each step that
         computes some of them; None: no prompt logprobs.
         num_recomputed: number of tokens at the end of the shared blocks that this slot computes again.
-        logprobs_as_sampled: as in SlotOpens.
+        logprobs_as_sampled, adapter: as in SlotOpens.
         params: further fields of SamplingParams."""
         other, num_shared = (slot, 0) if shares is None else shares
         table = [] if shares is None else self._tables[other][:num_shared]
@@ -175,7 +181,12 @@ class StepDriver:
         self._rules[slot] = rules
         self._num_top[slot] = num_top
         self._logprobs_as_sampled[slot] = logprobs_as_sampled
+        self._adapters[slot] = adapter
         self._to_open.append(slot)
+
+    def place_adapter(self, number: int, digest: str) -> None:
+        """With the next step."""
+        self._to_place.append((number, digest))
 
     def close(self, slot: int) -> None:
         """With the next step, which may open it again."""
@@ -212,8 +223,9 @@ class StepDriver:
             self._num_sent[slot] += len(unsent)
             block_slots += [slot] * len(unsent)
             blocks += unsent
-        changes = SlotChanges(int32(self._to_close), opened, int32(block_slots), int32(blocks))
-        self._to_close = []
+        lists = int32(block_slots), int32(blocks)
+        changes = SlotChanges(int32(self._to_close), opened, *lists, adapters=tuple(self._to_place))
+        self._to_close, self._to_place = [], []
         slots = [*decode, *(slot for slot, _ in prefill)]
         counts = [1] * len(decode) + [count for _, count in prefill]
         step = ForwardInput(
@@ -288,6 +300,7 @@ class StepDriver:
             num_top_logprobs=int32([self._num_top[slot] for slot in slots]),
             first_writes=int32([self._first_writes[slot] for slot in slots]),
             logprobs_as_sampled=np.array([self._logprobs_as_sampled[slot] for slot in slots]),
+            adapters=int32([self._adapters[slot] for slot in slots]),
         )
 
 
