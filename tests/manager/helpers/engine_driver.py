@@ -27,8 +27,10 @@ from tokasaurus.messages.commands import (
     ClearCache,
     CommandDone,
     EngineCommand,
+    LoadAdapter,
     Pause,
     Resume,
+    UnloadAdapter,
     UpdateWeights,
     WorkerCommand,
 )
@@ -135,9 +137,10 @@ class EngineDriver:
         self.max_in_flight = max(self.max_in_flight, len(self.queue))
 
     def send_command(self, command: WorkerCommand) -> None:
-        assert not self.queue, "a command while steps run"
         assert not self.commands
-        assert not self.running()
+        if not isinstance(command, LoadAdapter | UnloadAdapter):
+            assert not self.queue, "a command while steps run"
+            assert not self.running()
         self.commands.append(command)
 
     def step(
@@ -237,6 +240,9 @@ class EngineDriver:
         assert stats.num_running_background == 0
         assert (stats.num_running, stats.num_waiting, stats.num_kv_blocks_used, stats.worker_queue_depth) == (0,) * 4
         assert not state.unfinished
+        assert not state.adapters.num_held
+        assert not state.adapters.take_released()
+        assert state.slots.num_with_adapters == 0
         assert not state.has_uncounted
         assert state.slots.num_with_stops == state.slots.num_with_stop_tokens == state.slots.num_with_grammars == 0
         assert state.slots.num_with_experts == 0

@@ -29,6 +29,7 @@ class FakeSlot:
     want_logprobs: bool
     num_top: int
     first_write: int
+    adapter: str
     next_target: int | None = None  # target of the last prompt logprob: it must be the next token
     forbidden: dict[int, int] = field(default_factory=dict)  # token -> forbidden while the context is shorter than this
     last_token: int | None = None
@@ -49,6 +50,10 @@ class FakeWorker:
         self.max_tokens = max_tokens_per_forward
         self.max_seqs = max_seqs_per_forward
         self.memory = np.full((limits.num_kv_blocks + 1, limits.page_size), -1)
+        self.adapters: dict[int, str] = {0: ""}
+        """Digests by number."""
+        self.adapters_of_tokens = np.full((limits.num_kv_blocks + 1, limits.page_size), "", dtype="U8")
+        """The adapter with which each token's KV was computed."""
         self.slots: dict[int, FakeSlot] = {}
         self.opened: list[tuple[int, int]] = []
         """Key of each opening of a slot, in order."""
@@ -70,7 +75,7 @@ class FakeWorker:
         """Of each step: (slots, blocks of the shared prefix) of each group."""
         self.num_steps = 0
         self.requests: dict[int, GenerateRequest] = {}
-        """By seed: requests whose masks are compared with their grammars."""
+        """By seed: requests whose masks are compared with their grammars, and their adapters."""
 
     def forward(self, message: ForwardInput, forward_seconds: float = 0.01) -> ForwardOutput:
         assert message.step_id == self.num_steps
@@ -78,6 +83,9 @@ class FakeWorker:
         self._apply_changes(message)
         self.grouped.append(self._read_groups(message))
         rows = list(zip(message.slots.tolist(), message.num_tokens.tolist(), strict=True))
+        in_use = {slot.adapter for slot in self.slots.values()} - {""}
+        numbers = [number for number, digest in self.adapters.items() if digest in in_use]
+        assert len(numbers) == len(in_use), "an adapter has two numbers, or lost its own while a slot has it"
         assert message.slots.dtype == message.num_tokens.dtype == message.prompt_ids.dtype == np.int32
         assert 0 < len(rows) <= self.max_seqs
         assert len({slot for slot, _ in rows}) == len(rows)
@@ -131,6 +139,9 @@ class FakeWorker:
 
     def _apply_changes(self, message: ForwardInput) -> None:
         changes = message.changes
+        for number, digest in changes.adapters:
+            assert number > 0
+            self.adapters[number] = digest
         for slot_id in changes.closed.tolist():
             del self.slots[slot_id]
         if changes.opened is not None:
@@ -148,7 +159,10 @@ class FakeWorker:
                     bool(opens.want_logprobs[row]),
                     0 if opens.num_top_logprobs is None else int(opens.num_top_logprobs[row]),
                     int((opens.first_positions if opens.first_writes is None else opens.first_writes)[row]),
+                    self.adapters[0 if opens.adapters is None else int(opens.adapters[row])],
                 )
+                if slot.seed in self.requests:
+                    assert slot.adapter == self.requests[slot.seed].adapter
                 assert slot.position <= slot.first_write <= slot.num_prompt_tokens
                 assert slot.position < slot.num_prompt_tokens
                 self.slots[slot_id] = slot
@@ -228,8 +242,11 @@ class FakeWorker:
             kv_index = slot.block_table[position // page_size], position % page_size
             if position >= slot.first_write:
                 self.memory[kv_index] = token
+                self.adapters_of_tokens[kv_index] = slot.adapter
             assert self.memory[kv_index] == token, "a position that is not written must already have its token"
         slot.position = self.computed_ranges[slot.key][-1][1] = end
+        adapters = self.adapters_of_tokens[slot.block_table].reshape(-1)[:end]
+        assert (adapters == slot.adapter).all(), "reads KV of another adapter"
         token_ids: list[int] = self.memory[slot.block_table].reshape(-1)[:end].tolist()
         return token_ids
 

@@ -59,6 +59,7 @@ class Shape:
     prompt_top: int | None = None
     """Number of top-k prompt logprobs; None for no prompt logprobs."""
     grammar: str = ""
+    adapter: str = ""
 
 
 def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[GenerateRequest]:
@@ -92,6 +93,8 @@ def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[Generat
                 want_prompt_logprobs=shape.prompt_top is not None,
                 num_top_prompt_logprobs=shape.prompt_top or 0,
                 grammar=shape.grammar,
+                adapter=shape.adapter,
+                adapter_version=shape.adapter and f"version of {shape.adapter}",
             )
         )
     return requests

@@ -14,6 +14,8 @@ from tokasaurus.text.stop_strings import StopTokens
 STOP_TOKENS = StopTokens([decode_text([token_id]) for token_id in range(VOCAB_SIZE)])
 STOP_STRINGS = [(), (), ("ab",), ("éa", "cc"), ("abc", "bcab", "é"), ("abababab", "b")]
 CACHE_SALTS = ["", "", "", "x"]
+ADAPTERS = ["", "", "a0", "a1", "a2", "a3"]
+"""Digests; of more adapters than have a number at a time."""
 
 
 def random_shape(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Shape]:
@@ -35,6 +37,7 @@ varied_fields = {
     "stop_token_ids": st.sampled_from([(), (), (3,), (9, 2, 5)]),
     "min_tokens": st.sampled_from([0, 0, 1, 6, 30]),
     "prompt_top": st.sampled_from([None, None, None, 0, 2, 5]),
+    "adapter": st.one_of(st.just(""), st.sampled_from(ADAPTERS)),
 }
 varied_options = {
     "scheduling_steps_ahead": st.sampled_from([1, 2, 3, 8]),
@@ -46,6 +49,7 @@ varied_options = {
     "stop_tokens": st.sampled_from([None, STOP_TOKENS]),
     "hydragen": st.sampled_from([None, HydragenOptions(2, 1), HydragenOptions(3, 2)]),
     "num_microbatches": st.sampled_from([1, 1, 2, 5]),
+    "max_loras": st.sampled_from([1, 2, 3]),
 }
 
 shapes_strategy = st.lists(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.lifecycle import release, set_back
 from tokasaurus.manager.engine.outputs import check_stop_strings, end_waiting, release_all_ending
+from tokasaurus.manager.engine.requests import queue_to_end
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Phase, Samples
 from tokasaurus.messages.commands import (
@@ -20,9 +21,11 @@ from tokasaurus.messages.commands import (
     ClearCache,
     CommandDone,
     EngineCommand,
+    LoadAdapter,
     Pause,
     Resume,
     Sleep,
+    UnloadAdapter,
     UpdateWeights,
     Wake,
     WorkerCommand,
@@ -76,13 +79,15 @@ def _carry_out(state: EngineState, command: EngineCommand) -> str:
             if state.slots.num_running:
                 return "sequences are running"
             _clear_cache(state)
-        case UpdateWeights() | Sleep() | Wake():
+        case UpdateWeights() | Sleep() | Wake() | LoadAdapter() | UnloadAdapter():
             return _refusal(state, command)
     return ""
 
 
 def _refusal(state: EngineState, command: WorkerCommand) -> str:
     """Why the workers cannot be given the command now, or ""."""
+    if isinstance(command, LoadAdapter | UnloadAdapter):
+        return ""
     if not state.is_paused:
         return "the engine is not paused"
     return "the engine sleeps" if isinstance(command, UpdateWeights) and state.is_asleep else ""
@@ -102,16 +107,23 @@ def note_done(state: EngineState, done: CommandDone) -> None:
     state.done.append(done)
     if done.error:
         return
-    if isinstance(command, UpdateWeights):
-        _note_update(state, command)
-    else:
-        state.is_asleep = isinstance(command, Sleep)
+    match command:
+        case UpdateWeights():
+            _note_update(state, command)
+        case Sleep() | Wake():
+            state.is_asleep = isinstance(command, Sleep)
+        case LoadAdapter():
+            state.adapters.loaded[command.digest] = None
+        case UnloadAdapter():
+            state.adapters.forget(command.digest)
 
 
 def _note_update(state: EngineState, update: UpdateWeights) -> None:
     if update.clears_cache:
         _clear_cache(state)
     for samples in state.unfinished.values():
+        if samples.request.adapter:  # whose version is the adapter's
+            continue
         for sequence in samples.sequences:
             if num_tokens := len(sequence.kept_token_ids):
                 earlier = [span for span in sequence.weight_versions or state.weight_versions if span[0] < num_tokens]
@@ -166,6 +178,7 @@ def _stop_all(state: EngineState) -> None:
 def _end_waiting(state: EngineState, requests: Iterable[Samples]) -> None:
     """Abort these requests. Precondition: all their sequences wait."""
     for samples in requests:
+        queue_to_end(state, samples)
         while samples.num_to_create:
             samples.create()
         for sequence in list(samples.sequences):

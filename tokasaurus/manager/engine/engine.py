@@ -22,7 +22,13 @@ from tokasaurus.manager.engine.outputs import (
     release_ending,
     stream_new_tokens,
 )
-from tokasaurus.manager.engine.requests import add_request, cancel_request, end_all, release_cancelled
+from tokasaurus.manager.engine.requests import (
+    add_request,
+    cancel_request,
+    end_all,
+    queue_released,
+    release_cancelled,
+)
 from tokasaurus.manager.planning.kv_simulation import find_shared_blocks
 from tokasaurus.manager.planning.prefix_groups import group_by_prefix
 from tokasaurus.manager.planning.step_budget import (
@@ -162,6 +168,7 @@ class Engine:
         if state.commands:
             with timers.section("commands"):
                 run_commands(state, self._send_command)
+        queue_released(state)
         if self.seconds_left() <= sum(task.seconds for task in self.tasks if task.has_work(state)):
             self._fill_worker_queue()
         for task in self.tasks:

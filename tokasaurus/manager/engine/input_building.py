@@ -49,6 +49,8 @@ def start_step(
     trial = None
     if state.groups.trials is not None and not chunks and len(ready) > 1 and state.groups.trials.is_due():
         decode, groups, trial = _try_the_other(state, decode, groups)
+    if state.slots.num_with_adapters:
+        decode = _by_adapter(state, decode, 0 if groups is None else int(groups.sizes.sum()))
     block_slots, block_ids = _step_decoding(state, decode)
     logprob_chunks = (
         _build_logprob_chunks(state, prefill, chunks, len(decode)) if state.blocks.prompt_logprobs is not None else []
@@ -78,6 +80,7 @@ def start_step(
             block_slots=np.concatenate(block_slots),
             block_ids=np.concatenate(block_ids),
             copies=TableCopies(*np.array(copies, np.int32).T) if copies else None,
+            adapters=state.adapters.take_new(),
         ),
         groups=groups,
         prompt_logprobs=build_prompt_logprobs_input(logprob_chunks),
@@ -207,6 +210,14 @@ def _in_groups(
         count_shared(state, decode, groups)
         state.groups.are_new = False
     return decode[order], shared
+
+
+def _by_adapter(state: EngineState, decode: NDArray[np.int64], num_grouped: int) -> NDArray[np.int64]:
+    """The rows after those of prefix groups, which have an adapter each, in the order of their adapters: the worker
+    multiplies adjacent rows with one adapter together."""
+    rest = decode[num_grouped:]
+    order = np.argsort(state.slots.adapters[rest], kind="stable")
+    return np.concatenate((decode[:num_grouped], rest[order]))
 
 
 def _step_decoding(
@@ -351,6 +362,7 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
         logprobs_as_sampled=logprobs_as_sampled if logprobs_as_sampled.any() else None,
         want_experts=state.slots.want_experts[slots] if state.slots.want_experts[slots].any() else None,
         first_writes=first_writes.astype(np.int32) if (first_writes != first_positions).any() else None,
+        adapters=state.slots.adapters[slots] if state.slots.adapters[slots].any() else None,
     )
 
 

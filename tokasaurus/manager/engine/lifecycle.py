@@ -15,7 +15,7 @@ from tokasaurus.manager.engine.microbatches import choose_microbatch
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.kv_cache.prompt_logprobs import first_position
 from tokasaurus.manager.state.engine_state import EngineState
-from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
+from tokasaurus.manager.state.sequence import Phase, Samples, Sequence, make_prompt
 from tokasaurus.messages.forward import RoutedExperts
 
 
@@ -52,7 +52,9 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
     if len(tail):
         blocks.tokens[table[num_tree_blocks], : len(tail)] = tail
     start = _start(state, sequence, shared)
-    slots.open(sequence, table, page_size, choose_microbatch(state, sequence), start, match.num_blocks * page_size)
+    adapter = state.adapters.number(sequence.request.adapter)
+    first_write = match.num_blocks * page_size
+    slots.open(sequence, table, page_size, choose_microbatch(state, sequence), start, first_write, adapter)
     sequence.phase = Phase.PREFILL
     if not sequence.admitted_s:
         sequence.admitted_s = time.monotonic()
@@ -190,6 +192,13 @@ def release(state: EngineState, sequence: Sequence, keep_kv: bool = True) -> Non
     if not samples.sequences and not samples.num_to_create:
         del state.unfinished[sequence.request.request_id]
         state.step_totals.num_finished_requests += not samples.is_cancelled
+        note_end(state, samples)
+
+
+def note_end(state: EngineState, samples: Samples) -> None:
+    """A request has no sequences left."""
+    if samples.request.adapter:
+        state.adapters.end(samples)
 
 
 def preempt(state: EngineState, sequence: Sequence) -> None:

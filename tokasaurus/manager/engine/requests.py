@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from tokasaurus.manager.engine.lifecycle import release
+from tokasaurus.manager.engine.lifecycle import note_end, release
 from tokasaurus.manager.engine.outputs import MAX_RELEASED, abort, begin_or_end, end_waiting
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import KeptTop, Phase, Samples, Sequence, TokenCounts, make_prompt
@@ -13,12 +13,13 @@ from tokasaurus.messages.generation import GenerateRequest, SequenceDelta
 from tokasaurus.text.stop_strings import StopMatcher
 from tokasaurus.text.token_decoder import PROMPT_TAIL_TOKENS
 
-EXPERTS_SALT = b"\xff"
-"""Begins the salts of requests that want experts: no text begins with it in UTF-8."""
+EXPERTS_SALT, ADAPTER_SALT = b"\xff", b"\xfe"
+"""Begin the salts of requests that want experts, and of those with an adapter, before its digest: no text in UTF-8 has
+such a byte."""
 
 
 def add_request(state: EngineState, request: GenerateRequest) -> None:
-    """Queue the request's sequences, or block them until their grammar is compiled.
+    """Queue the request's sequences, or hold them back until their adapter has its turn.
 
     Precondition: it fits the KV pool, which the server has checked.
     """
@@ -44,7 +45,7 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
         if options.stop_tokens is not None and not request.shows_special:
             stop_row = options.stop_tokens.row(stops, marked_ids)
     prompt = make_prompt(request.prompt_ids)
-    salt = (EXPERTS_SALT if request.want_experts else b"") + request.cache_salt.encode()
+    salt = (EXPERTS_SALT if request.want_experts else b"") + _adapter_salt(request) + request.cache_salt.encode()
 
     token_masks = None
     if request.token_filter is not None and request.max_new_tokens > 0:
@@ -56,6 +57,8 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
         sequence = Sequence(request, index, prompt, salt, stop_matcher, stop_row, token_masks=token_masks)
         if request.num_top_logprobs:
             sequence.kept_top = KeptTop(request.num_top_logprobs)
+        if request.adapter:
+            sequence.weight_versions = ((0, request.adapter_version),)
         sequence.needs_prompt_logprobs = request.want_prompt_logprobs and index == 0
         if index in kept:
             _continue(sequence, kept[index])
@@ -70,6 +73,18 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     )
     if request.want_prompt_logprobs:
         state.blocks.keep_prompt_logprobs(request.num_top_prompt_logprobs)
+    if not request.adapter or state.adapters.begin(samples):
+        queue(state, samples)
+
+
+def _adapter_salt(request: GenerateRequest) -> bytes:
+    return ADAPTER_SALT + bytes.fromhex(request.adapter) if request.adapter else b""
+
+
+def queue(state: EngineState, samples: Samples) -> None:
+    """Queue a request's sequences, of which the first is created, or block them until their grammar is compiled."""
+    kept = {delta.sequence_index: delta for delta in samples.request.kept}
+    [first] = samples.sequences
     if first.has_grammar:
         _add_with_grammar(state, samples)
     elif kept:
@@ -84,6 +99,19 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
         ended = kept.get(sequence.index)
         if ended is not None and ended.finish_reason is not None:
             end_waiting(state, sequence, ended.finish_reason)
+
+
+def queue_released(state: EngineState) -> None:
+    """Queue the requests that were held back, and whose adapter has its turn."""
+    for samples in state.adapters.take_released():
+        queue(state, samples)
+
+
+def queue_to_end(state: EngineState, samples: Samples) -> None:
+    """Queue a request that is to be ended now, if it was held back."""
+    queue_released(state)
+    if state.adapters.give_up(samples):
+        queue(state, samples)
 
 
 def _continue(sequence: Sequence, kept: SequenceDelta) -> None:
@@ -135,6 +163,7 @@ def cancel_request(state: EngineState, request_id: str) -> None:
     samples = state.unfinished.get(request_id)
     if samples is None:
         return
+    queue_to_end(state, samples)
     samples.is_cancelled = True
     if samples.num_to_create:
         state.queues.drop_samples(samples)
@@ -143,8 +172,8 @@ def cancel_request(state: EngineState, request_id: str) -> None:
             release(state, sequence)
         else:
             state.cancelled.append(sequence)
-    if not samples.sequences:
-        state.unfinished.pop(request_id, None)
+    if not samples.sequences and state.unfinished.pop(request_id, None) is not None:
+        note_end(state, samples)
 
 
 def end_all(state: EngineState) -> None:

@@ -17,6 +17,7 @@ from tokasaurus.manager.planning.length_predictor import CompletionLengths, Fore
 from tokasaurus.manager.planning.prefix_groups import GroupTrial, GroupTrials
 from tokasaurus.manager.planning.step_budget import StepLimit
 from tokasaurus.manager.planning.step_times import StepTimeModel, StepTimes
+from tokasaurus.manager.state.adapter_table import AdapterTable
 from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.manager.state.sequence import Samples, Sequence, TokenCounts
 from tokasaurus.manager.state.sequence_queues import SequenceQueues
@@ -204,6 +205,7 @@ class EngineState:
     blocks: BlockAllocator
     grammars: Grammars | None
     """None if grammars do not support the tokenizer."""
+    adapters: AdapterTable
     admission: AdmissionState
     lengths: LengthState
     groups: GroupState
@@ -284,7 +286,7 @@ class EngineState:
         tokens = self.totals.tokens
         return EngineStats(
             num_running=self.slots.num_running,
-            num_waiting=self.queues.num_waiting,
+            num_waiting=self.queues.num_waiting + self.adapters.num_held,
             num_kv_blocks_used=self.blocks.num_used,
             num_kv_blocks_total=self.blocks.num_blocks,
             total_prompt_tokens=self.totals.prompt_tokens,
@@ -325,6 +327,7 @@ def make_state(options: EngineOptions, grammars: Grammars | None = None) -> Engi
         queues=SequenceQueues(slots),
         blocks=BlockAllocator(limits.num_kv_blocks, limits.page_size),
         grammars=grammars,
+        adapters=AdapterTable(config.num_adapters),
         admission=AdmissionState(config.precise_onboard_batch_size if config.enable_precise_onboard else 1),
         lengths=LengthState(CompletionLengths(config.early_stopping_buffer_size) if learns else None, forecast),
         groups=GroupState(GroupTrials() if has_trials else None),

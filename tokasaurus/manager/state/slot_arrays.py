@@ -45,6 +45,8 @@ class SlotArrays:
         """Running sequences with a grammar."""
         self.num_with_experts = 0
         """Running sequences whose requests want experts."""
+        self.num_with_adapters = 0
+        """Running sequences with an adapter."""
         self.num_with_masks = 0
         """Running sequences with a grammar or a token filter."""
         self.num_background = 0
@@ -76,6 +78,8 @@ class SlotArrays:
         """Its request asks for logprobs."""
         self.want_experts = false()
         """Its request asks for the experts of its tokens."""
+        self.adapters = np.zeros(num_slots + 1, np.int32)
+        """Number of its adapter; 0: none."""
         self.has_grammar = false()
         self.has_mask = false()
         """It has a grammar or a token filter: each of its tokens needs a mask."""
@@ -161,9 +165,10 @@ class SlotArrays:
         microbatch: int,
         first_position: int,
         first_write: int,
+        adapter: int = 0,
     ) -> None:
         """Give a free slot to `sequence`, whose node is set. blocks: those of its whole prompt, int32. first_position,
-        first_write: as for `set_start`."""
+        first_write: as for `set_start`. adapter: its number."""
         request, slot = sequence.request, self.free.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
@@ -180,6 +185,7 @@ class SlotArrays:
         self.stop_rows[slot] = sequence.stop_row
         self.want_logprobs[slot] = request.want_logprobs
         self.want_experts[slot] = request.want_experts
+        self.adapters[slot] = adapter
         self.has_grammar[slot] = sequence.has_grammar
         self.has_mask[slot] = sequence.has_grammar or sequence.token_masks is not None
         self.needs_results[slot] = sequence.needs_results
@@ -230,6 +236,7 @@ class SlotArrays:
         self.num_with_stop_tokens += change * bool(request.stop_token_ids)
         self.num_with_grammars += change * sequence.has_grammar
         self.num_with_experts += change * request.want_experts
+        self.num_with_adapters += change * bool(request.adapter)
         self.num_with_masks += change * (sequence.has_grammar or sequence.token_masks is not None)
         self.num_background += change * request.is_background
         self.num_reporting += change * (request.job != "")
