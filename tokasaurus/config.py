@@ -30,10 +30,6 @@ ORIGIN = r"(null|[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._:\[\]-]+)"
 _ORIGINS = rf"\s*(\*|{ORIGIN}(\s*,\s*{ORIGIN})*)\s*"
 
 
-_NUM_ADAPTERS = 8
-"""Trainers that go on while roll-outs run keep as many versions as these are behind, and two more."""
-
-
 _RETIRED = {
     "prefill_round_up_multiple": "with greedy_prefill=F, prefill tokens are rounded up to a multiple of 16",
     "precise_onboard_batch_size": "a KV simulation admits at most 128 sequences",
@@ -482,13 +478,6 @@ class ServerConfig(FlagConfig):
     max_stop_strings = 16
     max_stop_chars = 1024
     """Characters of a stop string."""
-
-    @property
-    def num_adapters(self) -> int:
-        """Adapters that steps may have at a time."""
-        if self.max_loras is not None:
-            return self.max_loras
-        return _NUM_ADAPTERS if self.lora or self.rl else 0
 
     def named_in(self, words: Collection[str], without: Collection[str]) -> dict[str, Any]:
         """Values of the server's flags that the words name, for another server with these flags."""

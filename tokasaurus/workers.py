@@ -1,4 +1,4 @@
-"""How many replicas and model workers there are, by the flags."""
+"""How many replicas, model workers and adapters there are, by the flags."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
+
+
+_NUM_ADAPTERS = 8
+"""Trainers that go on while roll-outs run keep as many versions as these are behind, and two more."""
 
 
 def num_replicas(config: ServerConfig) -> int:
@@ -16,3 +20,10 @@ def num_replicas(config: ServerConfig) -> int:
 def num_workers(config: ServerConfig) -> int:
     """Model workers of all replicas together."""
     return num_replicas(config) * config.pp_size * config.tp_size
+
+
+def num_adapters(config: ServerConfig) -> int:
+    """Adapters that steps may have at a time."""
+    if config.max_loras is not None:
+        return config.max_loras
+    return _NUM_ADAPTERS if config.lora or config.rl else 0

@@ -38,6 +38,7 @@ from tokasaurus.monitoring.time_left import Pace
 from tokasaurus.text.special_stops import SpecialStops
 from tokasaurus.text.stop_strings import StopTokens
 from tokasaurus.text.token_decoder import PromptTail
+from tokasaurus.workers import num_adapters
 
 DeferredTasks = Literal["always", "deferred"]
 """When deferred tasks run: at once, or as late as allowed."""
@@ -327,7 +328,7 @@ def make_state(options: EngineOptions, grammars: Grammars | None = None) -> Engi
         queues=SequenceQueues(slots),
         blocks=BlockAllocator(limits.num_kv_blocks, limits.page_size),
         grammars=grammars,
-        adapters=AdapterTable(config.num_adapters),
+        adapters=AdapterTable(num_adapters(config)),
         admission=AdmissionState(config.precise_onboard_batch_size if config.enable_precise_onboard else 1),
         lengths=LengthState(CompletionLengths(config.early_stopping_buffer_size) if learns else None, forecast),
         groups=GroupState(GroupTrials() if has_trials else None),

@@ -85,6 +85,7 @@ from tokasaurus.model.worker.weight_update import WeightUpdates
 from tokasaurus.monitoring.memory_nodes import Place
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 from tokasaurus.monitoring.trace import Trace
+from tokasaurus.workers import num_adapters
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -174,7 +175,7 @@ def loading() -> list[Phase]:
         Phase("", choose_attention, when=lambda start: not start.on_cuda),
         Phase("Triton kernels", check_triton, when=lambda start: groups_in_use(start.device, "sampling", "layers")),
         Phase("", make_slots, (SLOTS,)),
-        Phase("", take_adapters, when=lambda start: start.config.num_adapters),
+        Phase("", take_adapters, when=lambda start: num_adapters(start.config)),
         Phase("", link_stages, (STAGES,), when=lambda start: start.mesh.pp_size > 1),
         Phase("", make_runner, (INPUTS,)),
         Phase("compiled layers", compile_layers, when=lambda start: start.compiler),
@@ -313,7 +314,7 @@ def _no_routed_experts(start: Start) -> str:
 
 def _no_adapters(start: Start) -> str:
     """Why adapters cannot be loaded; "" if they can."""
-    if not start.config.num_adapters:
+    if not num_adapters(start.config):
         return NO_ADAPTERS
     if start.config.async_tp_threshold is not None:
         return "async_tp_threshold= computes no adapters"
@@ -327,7 +328,7 @@ def take_adapters(start: Start) -> str:
             raise FlagRefused(f"lora: {refusal}")
         return ""
     assert isinstance(start.model, Decoder)
-    start.adapters = ModelAdapters(start.model, start.config.num_adapters)
+    start.adapters = ModelAdapters(start.model, num_adapters(start.config))
     return ""
 
 
