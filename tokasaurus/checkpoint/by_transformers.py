@@ -4,7 +4,6 @@ A process of its own reads it (model/by_transformers/probe), since that imports 
 file's content and the version of transformers. Needs no torch itself.
 """
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -13,14 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokasaurus.checkpoint.cache import build_once, cache_directory
+from tokasaurus.checkpoint.cache import build_once, cache_directory, cache_key
 from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable, read_json
 from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
 from tokasaurus.inherited import python_command
 
 _PROBE = "tokasaurus.model.by_transformers.probe"
 _MAX_SECONDS = 300
-_VERSION = 6
+_VERSION = 7
 """Part of the cache key: increase it when the probe finds more, or something else."""
 
 
@@ -34,17 +33,17 @@ def read_facts(path: Path) -> Mapping[str, Any]:
             raise CheckpointError(str(error))
         (directory / "facts.json").write_text(found, encoding="utf-8")
 
-    versions = f"{_VERSION} {importlib.metadata.version('transformers')} {importlib.metadata.version('torch')} "
-    key = hashlib.sha256(versions.encode() + path.read_bytes()).hexdigest()[:16]
+    versions = importlib.metadata.version("transformers"), importlib.metadata.version("torch")
+    key = cache_key(_VERSION, *versions, path.read_bytes())
     return read_json(build_once(cache_directory() / "by_transformers" / key, build) / "facts.json")
 
 
 def _run(path: Path) -> str:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
     command = [*python_command(f"from {_PROBE} import main; main()"), str(path)]
-    options: dict[str, Any] = {"env": environment, "stdin": subprocess.DEVNULL, "timeout": _MAX_SECONDS}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+        result = subprocess.run(command, check=False, env=environment, timeout=_MAX_SECONDS, **pipes)
     except subprocess.TimeoutExpired:
         raise CheckpointError(f"its class takes more than {_MAX_SECONDS} s to make, even without weights") from None
     if result.returncode == 0:

@@ -46,6 +46,11 @@ def cache_directory() -> Path:
         return _private_directory(Path(tempfile.gettempdir()) / f"tokasaurus-{os.getuid()}")
 
 
+def cache_key(*parts: object) -> str:
+    """A name for what depends on all these parts, by their text."""
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:20]
+
+
 def expand_home(name: str, path: str) -> Path:
     """The path with ~ expanded. Raises CheckpointError, which says `name`, if there is no such home directory."""
     try:

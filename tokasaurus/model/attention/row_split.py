@@ -88,6 +88,20 @@ def _compute_nothing(
     """A compiler learns what it needs from the declared arguments: the call returns nothing."""
 
 
+def attended_by_operation(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer_index: int,
+    output: Tensor | None = None,
+    caches: Sequence[Tensor] = (),
+) -> Tensor:
+    """As Attends, by `attend`. caches: those that the compiler sees."""
+    output = torch.empty_like(query) if output is None else output
+    attend(query, key, value, output, caches, layer_index)
+    return output
+
+
 def attend_rows(
     backend: AttentionBackend, query: Tensor, layer_index: int, layout: PagedLayout, output: Tensor | None = None
 ) -> Tensor:

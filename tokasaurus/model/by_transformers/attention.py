@@ -52,7 +52,7 @@ def _mask(
 ) -> Tensor:
     """What a layer gets in the place of a mask. Its `sees` says which keys a query may see, as transformers' function
     does: (batch, head, query position, key position), tensors -> bool."""
-    mask = torch.empty((batch_size, 1, q_length, kv_length), dtype=torch.bool, device=device)
+    mask = torch.empty(1, dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
     mask.sees = mask_function  # type: ignore[attr-defined]
     return mask
 

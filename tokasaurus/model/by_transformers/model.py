@@ -14,13 +14,13 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.messages.status import first_line
-from tokasaurus.model.attention.row_split import Attends, attend, attending
+from tokasaurus.model.attention.row_split import Attends, attended_by_operation, attending
 from tokasaurus.model.by_transformers.attention import answering
 from tokasaurus.model.by_transformers.experts import ClassExperts, has_usual_experts
-from tokasaurus.model.by_transformers.parts import divide, gathered, leave_layers, replace_forward
+from tokasaurus.model.by_transformers.parts import divide, gathered, layers_with, leave_layers, replace_forward
 from tokasaurus.model.by_transformers.probe import CLASS_ERRORS, NUM_TOKENS, Call, calls_of, make_model
 from tokasaurus.model.by_transformers.stored import Cut, find_stored
-from tokasaurus.model.decoder.compile import MAX_COMPILED_TOKENS
+from tokasaurus.model.decoder.compile import MAX_COMPILED_TOKENS, relate_sizes
 from tokasaurus.model.decoder.decoder import zero_nonfinite
 from tokasaurus.model.decoder.layers import Linear, Norm
 from tokasaurus.model.decoder.model import LayerExecutor, Model
@@ -48,13 +48,6 @@ class _States(MoeModelOutputWithPast):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-def _as_operation(query: Tensor, key: Tensor, value: Tensor, layer_index: int, output: Tensor | None = None) -> Tensor:
-    """As Attends: what is set outside, which a compiler leaves whole. It sees no cache: nothing else reads that."""
-    output = torch.empty_like(query) if output is None else output
-    attend(query, key, value, output, [], layer_index)
-    return output
 
 
 class TransformersModel(Model):
@@ -95,9 +88,8 @@ class TransformersModel(Model):
             self._take_part(calls)
         if mesh.is_first_stage:
             replace_forward(self.whole.get_input_embeddings(), self._embedded)
-        words = {*(self.whole._keep_in_fp32_modules_strict or ())}
-        if dtype == torch.float16:
-            words |= {*(self.whole._keep_in_fp32_modules or ())}
+        of_float16 = self.whole._keep_in_fp32_modules if dtype == torch.float16 else None
+        words = {*(self.whole._keep_in_fp32_modules_strict or ()), *(of_float16 or ())}
         for name, parameter in self.whole.named_parameters():
             if any(word in name for word in words):
                 parameter.data = parameter.data.float()
@@ -118,7 +110,7 @@ class TransformersModel(Model):
                 self._layers[module] = index, num == whole
             if mesh.pp_size > 1:
                 hidden = torch.empty((NUM_TOKENS, self.hidden_size), dtype=torch.bfloat16, device="meta")
-                leave_layers(self.whole, [*calls], self._stage, outputs, hidden.shape, self._at_edge)
+                leave_layers(layers_with(self.whole, [*calls]), self._stage, outputs, hidden.shape, self._at_edge)
                 self._calls_of(None if mesh.is_first_stage else hidden)
                 gone = [] if mesh.is_first_stage else [self.whole.get_input_embeddings()]
                 gone += [] if mesh.is_last_stage else [self.whole.get_output_embeddings()]
@@ -130,14 +122,14 @@ class TransformersModel(Model):
 
     def _calls_of(self, hidden: Tensor | None) -> dict[nn.Module, Call]:
         """As calls_of, of this rank. hidden: as of `forward`."""
-        return calls_of(lambda token_ids, positions: self.run(token_ids, hidden, position_ids=positions[None]))
+        return calls_of(lambda token_ids, positions: self.run(token_ids, hidden, positions))
 
     def _embedded(self, own: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         return own(*inputs) if self._entering is None else self._entering
 
-    def _at_edge(self, is_earlier: bool, states: Tensor) -> Tensor:
-        """What a layer of another stage gives, where the one before gives these states: what enters this stage, or
-        what leaves it."""
+    def _at_edge(self, is_earlier: bool, _own: Callable[..., Tensor], states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """What a layer of another stage gives, where the one before gives these states, [1, T, E]: what enters this
+        stage, or what leaves it."""
         if is_earlier:
             assert self._entering is not None
             return self._entering
@@ -210,10 +202,8 @@ class TransformersModel(Model):
     ) -> Tensor:
         for sinks, source in zip(self._sinks, self._sources, strict=True):
             if sinks is not None and source is not None:  # new weights may have changed them
-                values = self.whole.get_parameter(source)  # of the rank's heads, or of all
-                sinks.copy_(
-                    values if len(values) == len(sinks) else values.chunk(self._mesh.tp_size)[self._mesh.tp_rank]
-                )
+                parts = self.whole.get_parameter(source).view(-1, len(sinks))  # of the rank's heads, or of all ranks'
+                sinks.copy_(parts[self._mesh.tp_rank % len(parts)])
         compiler = self._compiler
         if compiler is None or compiler.has_failed or len(positions) > MAX_COMPILED_TOKENS:
             return self._in_class(token_ids, hidden, positions, attends)
@@ -221,17 +211,14 @@ class TransformersModel(Model):
             return self._compiled(token_ids, self.embed(token_ids) if hidden is None else hidden, positions)
 
     def _with_related_sizes(self, token_ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        """As `forward`, to be compiled: as in run_layers, the compiler does not relate sizes by itself."""
-        for given in (token_ids, hidden):
-            torch._check(given.shape[0] == positions.shape[0])  # type: ignore[no-untyped-call]
-        torch._check(positions.shape[0] <= MAX_COMPILED_TOKENS)  # type: ignore[no-untyped-call]
-        return self._in_class(token_ids, hidden, positions, _as_operation)
+        """As `forward`, to be compiled. The compiler sees no cache: nothing else reads that."""
+        relate_sizes(token_ids, hidden, positions)
+        return self._in_class(token_ids, hidden, positions, attended_by_operation)
 
     def _in_class(self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor, attends: Attends) -> Tensor:
         """As `forward`."""
-        mask = positions.new_ones((1, 1, 1, 1), dtype=torch.bool)  # with four dimensions, transformers makes no other
         with answering(partial(self._answer, attends)):
-            return self.run(token_ids, hidden, position_ids=positions[None], attention_mask=mask)
+            return self.run(token_ids, hidden, positions)
 
     def _answer(
         self, attends: Attends, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any
@@ -254,9 +241,13 @@ class TransformersModel(Model):
             attended = torch.unflatten(gathered(attended.flatten(1), mesh), 1, (-1, value_dim))
         return attended.unsqueeze(0).to(dtype)
 
-    def run(self, token_ids: Tensor, hidden: Tensor | None, **options: Any) -> Tensor:
-        """As `forward`, with the class's own attention, masks and positions where options do not say others."""
-        output = self.layers(**self.given(token_ids, hidden), use_cache=False, **options)
+    def run(self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor | None = None) -> Tensor:
+        """As `forward`, with the class's attention. positions: None if the class counts and masks by itself."""
+        inputs = self.given(token_ids, hidden)
+        if positions is not None:  # with a mask of four dimensions, transformers makes no other
+            mask = positions.new_ones((1, 1, 1, 1), dtype=torch.bool)
+            inputs |= {"position_ids": positions[None], "attention_mask": mask}
+        output = self.layers(**inputs, use_cache=False)
         states: Tensor = output.last_hidden_state if self._leaving is None else self._leaving
         return states[0].to(self.activation_dtype)
 

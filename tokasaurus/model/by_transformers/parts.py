@@ -19,10 +19,6 @@ from tokasaurus.model.parallel.mesh import Mesh
 # T tokens in this forward, E hidden size
 
 
-def _summed(output: Tensor, mesh: Mesh) -> Tensor:
-    return sum_over_shards(output.contiguous(), mesh)
-
-
 def gathered(output: Tensor, mesh: Mesh) -> Tensor:
     """[..., n] of each rank -> [..., tp_size * n]."""
     return gather_shards(output, mesh).movedim(0, -2).flatten(-2)
@@ -45,10 +41,10 @@ _STYLES = {
     "colwise": Style(-2),
     "packed_colwise": Style(-2, num_packed=2),
     **dict.fromkeys(("colwise_gather_output", "colwise_rep"), Style(-2, then=gathered)),
-    "rowwise": Style(-1, then=_summed),
+    "rowwise": Style(-1, then=sum_over_shards),
     "packed_rowwise": Style(-1, num_packed=2),
-    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), Style(-1, splits_input=True, then=_summed)),
-    **dict.fromkeys(("moe_tp_experts", "all_reduce"), Style(then=_summed)),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), Style(-1, splits_input=True, then=sum_over_shards)),
+    **dict.fromkeys(("moe_tp_experts", "all_reduce"), Style(then=sum_over_shards)),
     **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"), Style()),
 }
 
@@ -117,40 +113,27 @@ def _exchange(style: Style, mesh: Mesh, own: Callable[..., Tensor], *inputs: Ten
 
 
 def leave_layers(
-    model: PreTrainedModel,
-    callers: Sequence[nn.Module],
+    layers: nn.ModuleList,
     stage: range,
     outputs: dict[nn.Module, Any],
     shape: torch.Size,
-    at_edge: Callable[[bool, Tensor], Tensor],
+    at_edge: Callable[..., Tensor],
 ) -> None:
-    """Leave the stage's layers alone in the class; those of other stages pass hidden states on. Raises ValueError.
+    """Leave the stage's layers alone; those of other stages pass hidden states on. Raises ValueError.
 
-    callers: modules that call attention, one of each layer. outputs: of all modules in a run of all layers. shape: of
-    hidden states there, [T, E]. at_edge: called with what a layer of another stage gets, [1, T, E], and whether the
-    stage is earlier: what it gives."""
-    for index, layer in enumerate(_layers_with(model, callers)):
-        output = outputs[layer]
-        states = output[0] if isinstance(output, tuple) else output
-        if states.shape != (1, *shape):
-            raise ValueError(f"its layers give {tuple(states.shape)}, not hidden states")
+    outputs: of all modules in a run of all layers. shape: of hidden states there, [T, E]. at_edge: the forward of other
+    stages' layers, called with whether the stage is an earlier one, the layer's own forward, and what that gets."""
+    for index, layer in enumerate(layers):
+        if not isinstance(outputs[layer], Tensor) or outputs[layer].shape != (1, *shape):
+            raise ValueError("its layers do not give hidden states alone")
         if index not in stage:
             for name in (*layer._modules, *layer._parameters):
                 delattr(layer, name)
-            others = [None] * (len(output) - 1) if isinstance(output, tuple) else None
-            replace_forward(layer, _pass, partial(at_edge, index < stage.start), others)
+            replace_forward(layer, at_edge, index < stage.start)
 
 
-def _pass(
-    at_edge: Callable[[Tensor], Tensor], others: list[None] | None, _own: object, *inputs: Tensor, **options: Any
-) -> Any:
-    """In the place of another stage's layer. others: what else it gives."""
-    states = at_edge(inputs[0] if inputs else options["hidden_states"])
-    return states if others is None else (states, *others)
-
-
-def _layers_with(root: nn.Module, callers: Sequence[nn.Module]) -> nn.ModuleList:
-    """The list of modules each of which has one of the callers."""
+def layers_with(root: nn.Module, callers: Sequence[nn.Module]) -> nn.ModuleList:
+    """The list of modules each of which has one of the callers, which call attention. Raises ValueError."""
     for module in root.modules():
         if not isinstance(module, nn.ModuleList) or len(module) != len(callers):
             continue

@@ -2,15 +2,15 @@
 its layers ask of attention. `main` is the program of a process of its own."""
 
 import contextlib
-import hashlib
 import json
 import re
 import resource
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import transformers
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tokasaurus.checkpoint.cache import cache_key
 from tokasaurus.checkpoint.rope import MAX_CONTEXT
 from tokasaurus.messages.status import first_line
 from tokasaurus.model.by_transformers.attention import COMPUTED, NAME, WITHOUT_EFFECT, answering
@@ -57,10 +58,7 @@ def main() -> None:
 def facts_of(path: Path) -> dict[str, Any]:
     """The facts that checkpoint/by_transformers reads. Raises Unfit."""
     config, model = _class_of(path)
-    try:
-        layers, widest_row = _layers(model), _widest_row(model)
-    except CLASS_ERRORS as error:
-        raise Unfit(f"{type(model).__name__} does not run without weights: {first_line(error)}") from error
+    layers, widest_row = _layers(model)
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or not 0 < length <= MAX_CONTEXT:
         raise Unfit(f"max_position_embeddings {length} is not from 1 to {MAX_CONTEXT:,}")
@@ -73,7 +71,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": length,
         "width": max((max(each.in_features, each.out_features) for each in linears), default=config.hidden_size),
-        "settings": hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        "settings": cache_key(json.dumps(told, sort_keys=True, default=str)),
         "widest_row": widest_row,
         "counts": _counts(model, len(layers)),
         "num_embedding": embedding.weight.numel(),
@@ -88,7 +86,7 @@ def _class_of(path: Path) -> tuple[PreTrainedConfig, PreTrainedModel]:
     library = f"transformers {transformers.__version__}"
     if model_type not in CONFIG_MAPPING:
         raise Unfit(f"{library} has no class for it")
-    try:
+    with _refusing(f"{library} cannot make its class"):
         config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
         if type(config) not in AutoModelForCausalLM._model_mapping:
             raise Unfit(f"{library} has no language model for it")
@@ -96,10 +94,6 @@ def _class_of(path: Path) -> tuple[PreTrainedConfig, PreTrainedModel]:
             if "layers" in name and isinstance(value, int) and value > _MAX_LAYERS:
                 raise Unfit(f"{name} {value} is more than {_MAX_LAYERS:,}")
         model = make_model(config)
-    except CLASS_ERRORS as error:
-        if isinstance(error, KeyError) and error.args == (NAME,):
-            raise Unfit(f"{config.model_type} does not call attention through transformers' interface") from error
-        raise Unfit(f"{library} cannot make its class: {first_line(error)}") from error
     class_name, asked = type(model).__name__, config.architectures
     if asked not in (None, [], [class_name]):
         raise Unfit(f"architectures {asked} is not supported; {config.model_type} is {class_name}")
@@ -139,6 +133,17 @@ def _counts(model: PreTrainedModel, num_layers: int) -> list[list[int]]:
     return counts
 
 
+@contextlib.contextmanager
+def _refusing(reason: str) -> Iterator[None]:
+    """For the class's own code: inside, Unfit is raised for its errors."""
+    try:
+        yield
+    except CLASS_ERRORS as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise Unfit("its layers do not call attention through transformers' interface") from error
+        raise Unfit(f"{reason}: {first_line(error)}") from error
+
+
 class _MemoryInUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that operations make, for as long as they live."""
 
@@ -164,38 +169,19 @@ def _storages(tensors: Any) -> dict[int, torch.UntypedStorage]:
     return {storage._cdata: storage for storage in found}
 
 
-@torch.inference_mode()
-def _widest_row(model: PreTrainedModel) -> int:
-    """As ClassFacts.widest_row."""
-
-    def answer(_module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-        # TransformersModel has copies of all three in heads of one size, and two results.
-        num_heads, value_dim = query.shape[1], value.shape[-1]
-        size = 3 * num_heads + 2 * key.shape[1], max(query.shape[-1], value_dim)
-        return value.new_empty((1, NUM_TOKENS, *size))[:, :, :num_heads, :value_dim]
-
-    memory = _MemoryInUse()  # type: ignore[no-untyped-call]
-    with torch.device("meta"), answering(answer):
-        token_ids, mask = torch.zeros((1, NUM_TOKENS), dtype=torch.int64), torch.ones((1, 1, 1, 1)).bool()
-        positions = torch.arange(NUM_TOKENS)[None]
-        with memory:
-            model.base_model(input_ids=token_ids, attention_mask=mask, position_ids=positions, use_cache=False)
-    return memory.most_bytes // (NUM_TOKENS * torch.bfloat16.itemsize)
-
-
 class Call(NamedTuple):
     """What a layer asks of attention, as of Answers."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: torch.Size
+    key: torch.Size
+    value: torch.Size
     mask: Any
     options: Mapping[str, Any]
 
     @property
     def heads(self) -> list[int]:
         """Numbers of heads and of KV heads."""
-        return [self.query.shape[1], self.key.shape[1]]
+        return [self.query[1], self.key[1]]
 
 
 @torch.inference_mode()
@@ -204,33 +190,37 @@ def calls_of(run: Callable[[Tensor, Tensor], Any]) -> dict[nn.Module, Call]:
     Raises Unfit, or what they raise."""
     calls = dict[nn.Module, Call]()
 
-    def look(module: nn.Module, *arguments: Any) -> Tensor:
-        call, caller = Call(*arguments), type(module).__name__
+    def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
+        call, caller = Call(query.shape, key.shape, value.shape, *others), type(module).__name__
         if module in calls:
             raise Unfit(f"{caller} calls attention twice")
         calls[module] = call
-        query, key, value = call[:3]
         if len(query) != 1 or not query.shape[2] == key.shape[2] == value.shape[2] == NUM_TOKENS:
             raise Unfit(f"{caller} attends to other keys than those of its tokens")
-        return value.new_empty((1, NUM_TOKENS, query.shape[1], value.shape[-1]))
+        # TransformersModel has copies of all three in heads of one size, and two results.
+        (num_heads, num_kv_heads), value_dim = call.heads, value.shape[-1]
+        size = 3 * num_heads + 2 * num_kv_heads, max(query.shape[-1], value_dim)
+        return value.new_empty((1, NUM_TOKENS, *size))[:, :, :num_heads, :value_dim]
 
-    masking_utils = transformers.masking_utils
-    find_sequences = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda _positions: None  # which have no numbers here
-    try:
-        with torch.device("meta"), answering(look):
-            run(torch.zeros(NUM_TOKENS, dtype=torch.int64), torch.arange(NUM_TOKENS))
-    finally:
-        masking_utils.find_packed_sequence_indices = find_sequences
+    # It looks for several sequences in the positions, which have no numbers here.
+    no_search = mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", return_value=None)
+    with torch.device("meta"), answering(look), no_search:
+        run(torch.zeros(NUM_TOKENS, dtype=torch.int64), torch.arange(NUM_TOKENS))
     return calls
 
 
-def _layers(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """The fields of AttentionSpec of each layer, with the heads that a KV cache has for all of them. Raises Unfit."""
+def _layers(model: PreTrainedModel) -> tuple[list[dict[str, Any]], int]:
+    """The fields of AttentionSpec of each layer, with the heads that a KV cache has for all of them; and
+    ClassFacts.widest_row. Raises Unfit."""
     layers, parameters, name = list[dict[str, Any]](), {*model.parameters()}, type(model).__name__
-    calls = calls_of(lambda ids, at: model.base_model(input_ids=ids[None], position_ids=at[None], use_cache=False))
-    for module, (query, key, value, mask, options) in calls.items():
-        caller, num_heads, sinks = type(module).__name__, query.shape[1], options.get("s_aux")
+    memory = _MemoryInUse()  # type: ignore[no-untyped-call]
+
+    def run(token_ids: Tensor, positions: Tensor) -> None:
+        with _refusing(f"{name} does not run without weights"), memory:
+            model.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+
+    for module, (query, key, value, mask, options) in calls_of(run).items():
+        caller, num_heads, sinks = type(module).__name__, query[1], options.get("s_aux")
         for option, given in options.items():
             if option not in COMPUTED | WITHOUT_EFFECT and given is not None:
                 raise Unfit(f"{caller} gives attention {option}, which is not computed")
@@ -239,9 +229,9 @@ def _layers(model: PreTrainedModel) -> list[dict[str, Any]]:
         layers.append(
             {
                 "num_heads": num_heads,
-                "num_kv_heads": key.shape[1],
-                "head_dim": max(query.shape[-1], value.shape[-1]),
-                "scale": query.shape[-1] ** -0.5 if options.get("scaling") is None else float(options["scaling"]),
+                "num_kv_heads": key[1],
+                "head_dim": max(query[-1], value[-1]),
+                "scale": query[-1] ** -0.5 if options.get("scaling") is None else float(options["scaling"]),
                 "window": _window(caller, mask),
                 "softcap": options.get("softcap"),
                 "has_sinks": sinks is not None,
@@ -254,7 +244,8 @@ def _layers(model: PreTrainedModel) -> list[dict[str, Any]]:
     of_all = {key: max(values) for key, values in sizes.items()}
     if len(sizes["num_heads"]) > 1 or any(of_all["num_kv_heads"] % each for each in sizes["num_kv_heads"]):
         raise Unfit(f"layers of {name} have different numbers of heads")
-    return [layer | of_all for layer in layers]
+    widest_row = memory.most_bytes // (NUM_TOKENS * torch.bfloat16.itemsize)
+    return [layer | of_all for layer in layers], widest_row
 
 
 def _window(caller: str, mask: Any) -> int | None:
@@ -265,7 +256,8 @@ def _window(caller: str, mask: Any) -> int | None:
     with torch.device("cpu"):
         zero, keys = torch.zeros((), dtype=torch.int64), torch.arange(_POSITIONS_SEEN)
         queries = torch.tensor([last, last - 1, last * 3 // 4, last // 2, 1000, 99, 5, 0]).unsqueeze(1)
-        seen = sees(zero, zero, queries, keys).expand(len(queries), -1)
+        with _refusing(f"{caller} gives attention a mask that cannot be computed without weights"):
+            seen = sees(zero, zero, queries, keys).expand(len(queries), -1)
     window = int(seen[0].sum())
     if not torch.equal(seen, (keys <= queries) & (keys > queries - window)):
         raise Unfit(f"{caller} gives attention a mask that is neither causal nor a window")

@@ -12,15 +12,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    MergeModulelist,
-    Split,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, weight_files
 from tokasaurus.checkpoint.weight_files import are_equal, has_weights, is_old_buffer, read_tensors
@@ -125,9 +117,8 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Cla
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     passed_over = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
     tensors = read_tensors(weight_files(directory), info.quantization)
-    renamed = {
-        source: rename_source_key(source, renamings, converters, model.base_model_prefix, state) for source in tensors
-    }
+    options = renamings, converters, model.base_model_prefix, state
+    renamed = {source: rename_source_key(source, *options) for source in tensors}
     sources = {name: source for source, (name, pattern) in renamed.items() if pattern is None}
     for source, tensor in tensors.items():
         name, pattern = renamed[source]
@@ -137,8 +128,8 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Cla
             own = tied.get(part.target, part.target)
             if own not in state:
                 if not is_old_buffer(source) and not any(each.search(source) for each in passed_over):
-                    words = f"which {type(model).__name__} has no place for"
-                    raise CheckpointError(f"the checkpoint has tensor {source}, {words}")
+                    class_name = type(model).__name__
+                    raise CheckpointError(f"the checkpoint has tensor {source}, which {class_name} has no place for")
                 stored.ignored.add(source)
                 continue
             if own != part.target and own in sources:
@@ -178,23 +169,21 @@ def _converted(whole: Stored, converter: WeightConverter, pattern: str, state: M
     """The parts of a stored tensor that a conversion takes. whole: with the first parameter that it makes as target.
     pattern: the converter's, of the stored name. Raises CheckpointError."""
     source, shape, place = whole.source, whole.shape, whole.place
-    operations = [type(each) for each in converter.operations]
-    if operations in ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate]):
-        if operations[0] is MergeModulelist:
+    operations = [type(each).__name__ for each in converter.operations]
+    if operations in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]):
+        if operations[0] == "MergeModulelist":
             match = re.search(pattern.replace("*", r"(\d+)"), source)
             assert match is not None
             place = slice(int(match[1]), int(match[1]) + 1), *place
-        if operations[-1] is Concatenate:
+        if operations[-1] == "Concatenate":
             dim, num_joined = converter.operations[-1].dim, len(converter.source_patterns)
             size, num_all = shape[dim - len(place) + len(shape)], state[whole.target].shape[dim]
             if size * num_joined != num_all:
-                raise CheckpointError(
-                    f"tensor {source} has {size} of {num_all} numbers, not one of {num_joined} equal parts"
-                )
+                raise CheckpointError(f"tensor {source} has {size} numbers, not {num_all} / {num_joined}")
             number = converter.source_patterns.index(pattern)
             place = _at(place, dim, slice(number * size, (number + 1) * size))
         return [replace(whole, place=place)]
-    if operations in ([Chunk], [Split]):
+    if operations in (["Chunk"], ["Split"]):
         dim, targets = converter.operations[0].dim, converter.target_patterns
         start, parts = 0, list[Stored]()
         for name in (whole.target.replace(targets[0], other) for other in targets):
@@ -202,5 +191,5 @@ def _converted(whole: Stored, converter: WeightConverter, pattern: str, state: M
             parts.append(replace(whole, part=_at(whole.part, dim, slice(start, start + size)), target=name))
             start += size
         return parts
-    names = ", ".join(each.__name__ for each in operations)
+    names = ", ".join(operations)
     raise CheckpointError(f"tensor {source} is stored in a way that is not read: transformers converts it by {names}")

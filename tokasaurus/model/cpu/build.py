@@ -11,7 +11,6 @@ Commands: `python -m tokasaurus.model.cpu.build INSTRUCTION_SET_NAME` builds one
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 import platform
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tokasaurus.checkpoint import CheckpointError, cache_directory
-from tokasaurus.checkpoint.cache import build_once, is_intact, is_intact_file, log_damage, write_checksums
+from tokasaurus.checkpoint.cache import build_once, cache_key, is_intact, is_intact_file, log_damage, write_checksums
 from tokasaurus.inherited import module_command
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.monitoring.cores import available_cores
@@ -180,11 +179,11 @@ class Library:
 
     def prebuilt_name(self, suffix: str) -> str:
         """Changes with sources and flags, so that a library built from other sources is never loaded."""
-        return f"{self.name}-{_digest(*self._parts())}{suffix}"
+        return f"{self.name}-{cache_key(*self._parts())}{suffix}"
 
     def cache_key(self, compiler: list[str]) -> str:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-        return f"{self.name}-{_digest(*self._parts(), *self.tuning(), *compiler, version, self.machine)}"
+        return f"{self.name}-{cache_key(*self._parts(), *self.tuning(), *compiler, version, self.machine)}"
 
     def tuning(self) -> list[str]:
         """Flags that optimise for this processor; the code still runs on others with the same instruction set."""
@@ -417,10 +416,6 @@ def _build_for_here(library: Library, compiler: list[str], directory: Path, on_u
 
 def _file_name() -> str:
     return "kernels.dylib" if sys.platform == "darwin" else "kernels.so"
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
 def _run(command: list[str]) -> None:

@@ -1,6 +1,5 @@
 """Choose between the gemms of the kernels and of torch on this processor, by timing both once."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, cache_directory
-from tokasaurus.checkpoint.cache import build_once
+from tokasaurus.checkpoint.cache import build_once, cache_key
 from tokasaurus.checkpoint.spec import MLPSpec
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
@@ -167,8 +166,7 @@ def _key(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> str:
     """A cache key of all that the choice depends on: library, processor, torch and its settings, gemm shapes, dtype."""
     settings = [os.environ.get(name, "") for name in _TORCH_SETTINGS]
     parts = (*kernels.path.parts[-2:], *processor_features(), torch.__version__, *settings, str(_layer_shapes(info)))
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    return f"{str(dtype)[6:]}-{torch.get_num_threads()}-{digest}"
+    return f"{str(dtype)[6:]}-{torch.get_num_threads()}-{cache_key(*parts)}"
 
 
 def _layer_shapes(info: ModelInfo) -> list[tuple[int, int]]:

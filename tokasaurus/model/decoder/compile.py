@@ -33,6 +33,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def relate_sizes(*tensors: Tensor) -> None:
+    """Tell the compiler that all have as many rows, which it does not find by itself, and not more than are compiled:
+    then 32 bits suffice to index the tensors of most models."""
+    for each in tensors:
+        torch._check(each.shape[0] == tensors[0].shape[0])  # type: ignore[no-untyped-call]
+    torch._check(tensors[0].shape[0] <= MAX_COMPILED_TOKENS)  # type: ignore[no-untyped-call]
+
+
 class Compiler:
     """Compiles functions with inductor at their first call, which must precede `end_warm_up`; counts compilations."""
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tokasaurus.checkpoint.spec import LayerSpec
 from tokasaurus.model.attention.backend import AttentionBackend
-from tokasaurus.model.attention.row_split import Attends, attend
-from tokasaurus.model.decoder.compile import MAX_COMPILED_TOKENS, Compiler
+from tokasaurus.model.attention.row_split import Attends, attended_by_operation
+from tokasaurus.model.decoder.compile import Compiler, relate_sizes
 from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer, zero_nonfinite
 from tokasaurus.model.decoder.model import LayerExecutor
 from tokasaurus.model.execution.executors import CompiledExecutor
@@ -59,11 +59,10 @@ class AsyncTPExecutor:
 
 def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, caches: Sequence[Tensor]) -> Tensor:
     """hidden [S, E], cos_sin [T, 1, D] -> [S, E]; to be compiled. caches: of the backend."""
-    torch._check(cos_sin.shape[0] <= MAX_COMPILED_TOKENS)  # type: ignore[no-untyped-call]  # as for other layers
+    relate_sizes(cos_sin)
     for layer in layers:
         query, key, value, is_finite = before_attention(layer, hidden, cos_sin)
-        attended = torch.empty_like(query)
-        attend(query, key, value, attended, caches, layer.attention.layer_index)
+        attended = attended_by_operation(query, key, value, layer.attention.layer_index, caches=caches)
         hidden = after_attention(layer, attended, is_finite, hidden)
     return hidden
 

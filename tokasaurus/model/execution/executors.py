@@ -6,16 +6,15 @@ call of the CPU kernels."""
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tokasaurus.checkpoint.spec import LayerSpec
 from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.attention.cpu import CpuBackend
-from tokasaurus.model.attention.row_split import Attends, attend, attending
+from tokasaurus.model.attention.row_split import Attends, attended_by_operation, attending
 from tokasaurus.model.cpu.gemm_choice import GemmChoice
 from tokasaurus.model.cpu.packed_layers import PackedLayers
-from tokasaurus.model.decoder.compile import MAX_COMPILED_TOKENS, Compiler
+from tokasaurus.model.decoder.compile import MAX_COMPILED_TOKENS, Compiler, relate_sizes
 from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer
 from tokasaurus.model.decoder.model import LayerExecutor, Model
 from tokasaurus.model.triton_choice import uses_triton
@@ -94,14 +93,10 @@ def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, 
     """Run these layers, with attention as one operation of the compiler: `hidden` [T, E] -> [T, E].
 
     caches: tensors of the attention backend."""
-    # The compiler does not relate the sizes of two arguments by itself.
-    torch._check(hidden.shape[0] == cos_sin.shape[0])  # type: ignore[no-untyped-call]
-    # Then 32 bits suffice to index the tensors of most models.
-    torch._check(hidden.shape[0] <= MAX_COMPILED_TOKENS)  # type: ignore[no-untyped-call]
+    relate_sizes(hidden, cos_sin)
     for layer in layers:
         query, key, value, hidden = layer.before_attention(hidden, cos_sin)
-        attended = torch.empty_like(query)
-        attend(query, key, value, attended, caches, layer.attention.layer_index)
+        attended = attended_by_operation(query, key, value, layer.attention.layer_index, caches=caches)
         hidden = layer.after_attention(attended, hidden)
     return hidden
 

@@ -124,6 +124,7 @@ def gather_into(gathered: Tensor, own: Tensor, mesh: Mesh) -> None:
 
 def sum_over_shards(partial: Tensor, mesh: Mesh) -> Tensor:
     """partial [T, E], each rank's partial sum -> the sum, on every rank. May overwrite `partial`."""
+    partial = partial.contiguous()
     if partial.is_meta:
         return partial
     if mesh.all_reduce is not None:

@@ -1,12 +1,10 @@
 """Whether a model computes by our attention and head what transformers' class computes by its own."""
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import transformers
@@ -14,32 +12,22 @@ from torch import Tensor
 
 from tokasaurus import __version__
 from tokasaurus.checkpoint import CheckpointError, cache_directory, file_states, weight_files
+from tokasaurus.checkpoint.cache import cache_key
 from tokasaurus.files import replace_text
-from tokasaurus.messages.status import UserError, describe_error
+from tokasaurus.messages.status import describe_error
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
-from tokasaurus.model.attention.block_lists import as_in_steps
-from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.by_transformers.attention import NAME
 from tokasaurus.model.by_transformers.model import TransformersModel
-from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
+from tokasaurus.model.cpu.build import LibraryUnavailable
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.executors import OwnLayers
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker.self_check import (
-    Context,
-    Measured,
-    SmallForward,
-    compared_rows,
-    first_hidden,
-    layout_of,
-    perturbed_rows,
-)
+from tokasaurus.model.worker import self_check
+from tokasaurus.model.worker.device import identity
 from tokasaurus.model.worker.start import Start
 from tokasaurus.monitoring.available_memory import available_memory
 
 logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
 
 _VERSION = 3
 """Part of the name of a kept result: increase it when a class is computed otherwise."""
@@ -52,18 +40,15 @@ _FEATURE = "transformers"
 
 
 def check_class(start: Start) -> str:
-    """Raises UserError if the results differ by more than what a few roundings of the input change. What was right is
+    """Raises FlagRefused if the results differ by more than what a few roundings of the input change. What was right is
     not measured again by later starts, but by `toka check`."""
     model, checks, path = start.model, start.checks, _path_of_result(start)
     assert isinstance(model, TransformersModel)
     if checks.all_agree(path is not None and path.is_file() and not checks.is_thorough):
         return "right, as an earlier start has measured"
     places = model, start.backend, start.shape, start.limits.context_length
-    undivided = _tried(lambda: _undivided(start))
-    wrong = checks.describe_wrong(_FEATURE, lambda: measure_class(*places, undivided))
-    if not checks.all_agree(wrong is None):
-        wrong = wrong or "it fails on another rank"
-        raise UserError(f"{start.checkpoint.name} cannot be served by transformers' class: {wrong}")
+    words = f"{start.checkpoint.name} cannot be served by transformers' class"
+    checks.passes(_FEATURE, lambda: measure_class(*places, lambda: _undivided(start)), "it is", "", words)
     if path is not None:
         with suppress(OSError):  # the next start measures again
             replace_text(path, json.dumps([each.measured for each in checks.results if each.feature == _FEATURE]))
@@ -75,21 +60,19 @@ def _path_of_result(start: Start) -> Path | None:
     where that is not known."""
     try:
         files = file_states(weight_files(start.checkpoint.directory))
-        device = [torch.cuda.get_device_name(start.device)] if start.on_cuda else processor_features()
+        device = identity(start.device, start.kernels)
         directory = cache_directory() / "class_checks"
     except (OSError, CheckpointError, LibraryUnavailable):
         return None
-    kernels = () if start.kernels is None else start.kernels.path.parts[-2:]
-    code = _VERSION, __version__, torch.__version__, transformers.__version__, kernels, type(start.backend).__name__
-    config = start.config
-    flags = config.quantization, config.quantized_compute, config.rl, start.gemm, torch.get_num_threads()
+    code, config = (_VERSION, __version__, transformers.__version__, type(start.backend).__name__), start.config
+    flags = config.quantization, config.quantized_compute, config.rl, start.gemm
     dtypes = start.dtype, start.activation_dtype, start.kv_cache_dtype
     ranks = start.mesh.tp_size, start.mesh.pp_size, start.mesh.world_rank
     parts = start.info, files, start.limits.context_length, device, code, flags, dtypes, config.page_size, ranks
-    digest = hashlib.sha256(str(parts).encode()).hexdigest()[:20]
-    return None if start.fill is not None else directory / f"{digest}.json"
+    return None if start.fill is not None else directory / f"{cache_key(*parts)}.json"
 
 
+@torch.inference_mode(False)
 def _undivided(start: Start) -> TransformersModel | None:
     """This stage's model on one rank, by plain weights. None on other ranks than the first, and where it is large, or
     rounded otherwise: quantised parts have blocks of their own. Raises MemoryError where memory is short."""
@@ -113,62 +96,54 @@ def _undivided(start: Start) -> TransformersModel | None:
     return whole
 
 
-def _tried(compute: Callable[[], _Result]) -> _Result | None:
-    """None where it raises: it is of the first rank alone, for which the others wait in the model's collectives."""
-    try:
-        return compute()
-    except Exception as error:  # of the class, of files, or for lack of memory
-        logger.warning("the parts of transformers' class are not compared with it: %s", describe_error(error))
-        return None
-
-
 @torch.inference_mode()
 def measure_class(
     model: TransformersModel,
     backend: AttentionBackend,
     shape: KVShape,
     context_length: int,
-    undivided: TransformersModel | None = None,
-) -> Iterator[Measured]:
+    make_undivided: Callable[[], TransformersModel | None] = lambda: None,
+) -> Iterator[self_check.Measured]:
     """A prompt of random tokens, whole and in chunks, against the class's own attention, head and count of positions:
     hidden states and logits. A later stage gets random states. Replaces the cache by one of a few blocks.
 
-    undivided: computes what the first rank expects; None: its own part of the class does."""
+    make_undivided: its model computes what the first rank expects; None: its own part of the class does."""
     num_tokens = min(_NUM_TOKENS, context_length)
     of_cache = torch.bfloat16 if shape.dtype == torch.int8 else shape.dtype  # about as coarse
     dtype = max(model.activation_dtype, of_cache, key=lambda dtype: torch.finfo(dtype).eps)  # the coarser one
     token_ids = torch.randint(model.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
-    token_ids, first = token_ids.to(shape.device), first_hidden(num_tokens, model, seed=0)  # of the same tokens
+    token_ids, first = (
+        token_ids.to(shape.device),
+        self_check.first_hidden(num_tokens, model, seed=0),
+    )  # of the same tokens
     entering = None if model.is_first_stage else first
-    inputs = entering, perturbed_rows(first.to(dtype)).to(first.dtype)
-    expected, perturbed = (_by_the_class(model, token_ids, each) for each in inputs)
-    if entering is not None and not expected[0].isfinite().any():
+    inputs = entering, self_check.perturbed_rows(first.to(dtype)).to(first.dtype)
+    expected = [_by_the_class(model, token_ids, each) for each in inputs]
+    if entering is not None and not expected[0][0].isfinite().any():
         raise ValueError("its layers read more than the hidden states of the layer before")
-    if undivided is not None:
-        of_whole = _tried(lambda: [_by_the_class(undivided, token_ids, each) for each in inputs])
-        sizes = [part.shape[1] for part in expected]  # the first of all token ids
-        expected, perturbed = (
-            [rows[:, :size] for size, rows in zip(sizes, each, strict=True)]
-            for each in of_whole or (expected, perturbed)
-        )
+    try:  # on the first rank alone, for which the others wait in the model's collectives
+        if (undivided := make_undivided()) is not None:
+            sizes = [part.shape[1] for part in expected[0]]  # the first of all token ids
+            of_whole = [_by_the_class(undivided, token_ids, each) for each in inputs]
+            expected = [[rows[:, :size] for size, rows in zip(sizes, each, strict=True)] for each in of_whole]
+    except Exception as error:  # of the class, of files, or for lack of memory
+        logger.warning("the parts of transformers' class are not compared with it: %s", describe_error(error))
     blocks = [*range(1, 1 + -(-num_tokens // shape.page_size))]
     for name, ends in _CHUNKS.items():
         with torch.inference_mode(False):
             backend.allocate(len(blocks) + 1)
         rows, done = list[Tensor](), 0
         for end in (min(each, num_tokens) for each in ends):
-            forward = SmallForward(name, (Context(end - done, end, blocks),))
-            layout = as_in_steps(layout_of(forward, shape.page_size), backend, shape)
-            backend.plan(layout)
+            forward = self_check.SmallForward(name, (self_check.Context(end - done, end, blocks),))
+            _, positions, attends = forward.planned(backend, shape)
             hidden = None if entering is None else entering[done:end]
-            positions, attends = forward.positions.to(shape.device), attends_over(backend, layout)
             rows.append(model(token_ids[done:end], hidden, positions, OwnLayers(), attends).clone())
             done = end
         found = [torch.cat(rows)]
         if model.is_last_stage:
             found.append(model.logits(found[0]))
-        for what, *tensors in zip(("", ", logits"), found, expected, perturbed, strict=False):
-            yield from compared_rows(name + what, dtype, *tensors)
+        for what, *tensors in zip(("", ", logits"), found, *expected, strict=False):
+            yield from self_check.compared_rows(name + what, dtype, *tensors)
     with torch.inference_mode(False):
         backend.allocate(1)  # what is measured next must not count this cache
 

@@ -8,7 +8,6 @@ to wait for the host.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import statistics
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from tokasaurus import __version__
 from tokasaurus.checkpoint import CheckpointError, cache_directory
+from tokasaurus.checkpoint.cache import cache_key
 from tokasaurus.files import replace_text
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
 from tokasaurus.messages.status import DEFAULT_HYDRAGEN, HydragenCosts
@@ -34,9 +34,9 @@ from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedL
 from tokasaurus.model.attention.block_lists import as_in_steps
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.cpu.bindings import Kernels
-from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
+from tokasaurus.model.cpu.build import LibraryUnavailable
 from tokasaurus.model.execution.runner import ModelRunner
-from tokasaurus.model.worker.device import make_stopwatch
+from tokasaurus.model.worker.device import identity, make_stopwatch
 from tokasaurus.model.worker.warmup import ForwardLimits, decode_after, rows_after_a_block
 
 if TYPE_CHECKING:
@@ -146,15 +146,10 @@ def _key(backend: AttentionBackend, shape: KVShape, plan: _Plan, kernels: Kernel
     """A cache key of all that the costs depend on: code, device, threads, shape, and sizes of the trials.
 
     The size of the KV cache is not among them: where it is automatic, it differs from start to start."""
-    if shape.device.type == "cuda":
-        device = [torch.cuda.get_device_name(shape.device), __version__]
-    else:
-        device = processor_features()
-        device += [] if kernels is None else kernels.path.parts[-2:]
+    code = [__version__] if kernels is None else []  # else the kernels'
     of_shape = str(replace(shape, device=torch.device("cpu"), sinks=()))
-    parts = (type(backend).__name__, *device, torch.__version__, of_shape, plan)
-    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:20]
-    return f"{shape.device.type}-{torch.get_num_threads()}-{digest}"
+    parts = (type(backend).__name__, *code, *identity(shape.device, kernels), of_shape, plan)
+    return f"{shape.device.type}-{cache_key(*parts)}"
 
 
 def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int) -> HydragenCosts:

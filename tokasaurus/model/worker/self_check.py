@@ -37,7 +37,7 @@ from tokasaurus.model.attention.backend import (
 )
 from tokasaurus.model.attention.block_lists import as_in_steps, in_recorded
 from tokasaurus.model.attention.reference import ReferenceBackend
-from tokasaurus.model.attention.row_split import attends_over
+from tokasaurus.model.attention.row_split import Attends, attends_over
 from tokasaurus.model.buffer_sizes import max_graph_groups, padded_count
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
@@ -270,6 +270,16 @@ class SmallForward:
             ]
         )
 
+    def planned(
+        self, backend: AttentionBackend, shape: KVShape, num_padding: int = 0
+    ) -> tuple[PagedLayout, Tensor, Attends]:
+        """The forward as the backend's next one: its layout, positions, int64 [T + padding], and attention.
+        num_padding: rows after its own, of position 0."""
+        layout = as_in_steps(layout_of(self, shape.page_size, num_padding), backend, shape)
+        backend.plan(layout)
+        positions = torch.nn.functional.pad(self.positions, (0, num_padding)).to(shape.device)
+        return layout, positions, attends_over(backend, layout)
+
 
 def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[Measured]:
     """One result of each kind of forward, in a layer of each kind. Replaces the backend's cache by one of a few
@@ -470,11 +480,9 @@ def measure_layers(
     for seed, forward in enumerate(forwards):
         num_rows = len(forward.positions)
         padding = padded_count(num_rows, token_multiple) - num_rows
-        layout = as_in_steps(layout_of(forward, shape.page_size, padding), backend, shape)
-        attends = attends_over(backend, layout)
-        positions = torch.nn.functional.pad(forward.positions % num_positions, (0, padding)).to(shape.device)
+        layout, positions, attends = forward.planned(backend, shape, padding)
+        positions %= num_positions
         hidden, token_ids = first_hidden(num_rows + padding, model, seed), torch.zeros_like(positions)
-        backend.plan(layout)
         found, results = model(token_ids, _copy(hidden), positions, executor, attends)[:num_rows], list[Tensor]()
         for entering in (perturbed_rows(hidden), hidden):  # last: what it stores in the cache, the next forward reads
             backend.plan(layout)
