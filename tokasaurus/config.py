@@ -380,6 +380,10 @@ class ServerConfig(FlagConfig):
             ),
         ),
     )
+    expert_counts: bool = flag(
+        False,
+        "count the tokens of each expert, as a metric; steps run without CUDA graphs and compiled layers",
+    )
     rl: bool = flag(
         False,
         "serve the routes for roll-outs: pauses, and new weights from directories of this machine, for every client",

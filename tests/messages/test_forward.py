@@ -60,6 +60,7 @@ RESULT = ForwardOutput(
     missed_graphs=True,
     idle_seconds=14.5,
     experts=np.ones((15, 1, 1), np.uint8),
+    expert_tokens=np.full((1, 1), 16, np.int64),
 )
 
 

@@ -11,7 +11,7 @@ from tokasaurus.monitoring.metrics import BatchStats, EngineCollector, VllmLabel
 
 PHASE_SECONDS = (1.0, 2.0, 3.0, 4.0, 5.0)
 NOT_A_SAMPLE = (
-    "phase_seconds",  # has a label more
+    *("phase_seconds", "expert_tokens"),  # have more labels
     "total_finished_requests",  # for the manager's line; toka_request_seconds_count is the server's own count
 )
 METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -53,6 +53,15 @@ def test_forward_phases_are_exported_for_workers_that_measure_them() -> None:
         ("1", "attention", 4.0),
         ("1", "sampling", 5.0),
     ]
+
+
+def test_tokens_of_experts_are_exported_by_layer() -> None:
+    stats = [EngineStats(0, 0, 9, 9, 0, 0, 0, expert_tokens=((), (5, 0, 2)))]
+    families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: stats, lambda: [0])).decode())
+    (family,) = (each for each in families if each.name == "toka_expert_tokens")
+    found = [(sample.labels["replica"], sample.labels["layer"], sample.value) for sample in family.samples]
+    assert found == [("0", "1", 5), ("0", "1", 0), ("0", "1", 2)]
+    assert [sample.labels["expert"] for sample in family.samples] == ["0", "1", "2"]
 
 
 def test_counters_alone_end_with_total() -> None:

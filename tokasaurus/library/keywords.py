@@ -168,6 +168,8 @@ class EngineFlags(TypedDict, total=False):
     """/metrics has the most used figures under vLLM's names as well, for dashboards that read those."""
     otel_endpoint: str | None
     """Collector of OpenTelemetry that receives a trace of each request, as http://HOST:4318."""
+    expert_counts: bool
+    """Count the tokens of each expert, as a metric; steps run without CUDA graphs and compiled layers."""
     rl: bool
     """Serve the routes for roll-outs: pauses, and new weights from directories of this machine, for every client."""
     keep_days: int

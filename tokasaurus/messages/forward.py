@@ -254,11 +254,13 @@ class ForwardOutput:
     """Time from the end of the step before this one until this one began, on the device's clock; 0 for the first."""
     experts: RoutedExperts | None = None
     """[A, layers, K], of the step's A tokens in slots that want experts, in order; None if there are none."""
+    expert_tokens: NDArray[np.int64] | None = None
+    """[layers, experts], tokens of each since the worker started; None if it does not count them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         parts = (self.logprobs, self.forward_seconds, self.num_recompiles, self.phase_seconds, self.top)
         rest = (self.prompt_logprobs, self.nonfinite, self.missed_graphs, self.idle_seconds, self.experts)
-        return _forward_output, (self.step_id, _int32_bytes(self.token_ids), *parts, *rest)
+        return _forward_output, (self.step_id, _int32_bytes(self.token_ids), *parts, *rest, self.expert_tokens)
 
 
 # For a small step, pickle takes most of the time on arrays (some 5 microseconds to write one, 3 to read it) and on the

@@ -333,6 +333,8 @@ class EngineStats:
     """Blocks of cached prefixes that no sequence references: they stay until their memory is needed."""
     total_kv_blocks_evicted: int = 0
     """Cached blocks given up because their memory was needed."""
+    expert_tokens: tuple[tuple[int, ...], ...] = ()
+    """By layer, the tokens of each expert; empty for a layer without experts, or if the worker does not count them."""
     manager_cpu_seconds: float = field(default=0.0, compare=False)
     """CPU time of the manager process; ignored when snapshots are compared."""
 

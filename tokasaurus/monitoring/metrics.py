@@ -366,6 +366,16 @@ class EngineCollector(Collector):
             for phase, seconds in zip(FORWARD_PHASES, stats.phase_seconds, strict=False):
                 phases.add_metric([replica, phase], seconds)
         yield phases
+        of_experts = CounterMetricFamily(
+            "toka_expert_tokens",
+            "Tokens that each expert has computed, with expert_counts=T; layers and experts count from 0.",
+            labels=["replica", "layer", "expert"],
+        )
+        for replica, stats in stats_by_replica.items():
+            for layer, own in enumerate(stats.expert_tokens):
+                for expert, num_tokens in enumerate(own):
+                    of_experts.add_metric([replica, str(layer), str(expert)], num_tokens)
+        yield of_experts
         restarts = CounterMetricFamily(
             "toka_engine_restarts",
             "Restarts of the replica after one of its processes died or hung; its other counters then start at 0 "

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedModel
 
 from tests.end_to_end.helpers.rollouts import RolloutServer, rollout_server
 from tests.end_to_end.helpers.toka_process import wait_for
 from tests.helpers.tiny_model import option_config, save_random_model
-from tests.model.helpers.routed_experts import assert_are_of
+from tests.model.helpers.routed_experts import assert_are_of, oracle_experts
 
 PROMPT = [72, 101, 108, 108, 111] * 9
 BODY = {"model": "default", "prompt": PROMPT, "max_tokens": 20, "temperature": 1, "return_token_ids": True}
@@ -127,6 +128,28 @@ def test_a_model_without_experts_refuses_in_one_line(server: RolloutServer) -> N
         assert error["param"].endswith("return_routed_experts")
     choice = server.post("/v1/completions", BODY | {"routed_experts_prompt_start": 0})["choices"][0]
     assert "routed_experts" not in choice
+
+
+@pytest.mark.parametrize("flags", [[], pytest.param(["tp_size=2"], marks=pytest.mark.long)])
+def test_tokens_of_each_expert_are_counted_on_demand(flags: list[str], oracle: tuple[Path, PreTrainedModel]) -> None:
+    """Those of requests alone, not of the warm-up."""
+    with rollout_server(oracle[0], "expert_counts=T", *flags) as server:
+        (choice,) = server.post("/v1/completions", BODY | {"ignore_eos": True})["choices"]
+        families = text_string_to_metric_families(server.http.get("/metrics").text)
+    chosen = oracle_experts(oracle[1], PROMPT + choice["token_ids"])[:-1]
+    layers = [index for index, layer in enumerate(oracle[1].model.layers) if hasattr(layer.mlp, "experts")]
+    expected = {
+        (str(layer), str(expert)): np.count_nonzero(chosen[:, layer] == expert)
+        for layer in layers
+        for expert in range(oracle[1].config.num_experts)
+    }
+    (found,) = (family.samples for family in families if family.name == "toka_expert_tokens")
+    assert {(sample.labels["layer"], sample.labels["expert"]): sample.value for sample in found} == expected
+
+
+def test_tokens_of_experts_are_not_counted_by_default(experts: RolloutServer) -> None:
+    experts.post("/v1/completions", BODY)
+    assert "toka_expert_tokens_total{" not in experts.http.get("/metrics").text
 
 
 @pytest.mark.long

@@ -67,6 +67,13 @@ def test_a_class_without_linear_layers_is_not_quantised(tmp_path: Path) -> None:
         weights_line(tmp_path, "quantization=int8")
 
 
+def test_experts_of_the_class_are_not_counted(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, tiny_config("flex_olmo"))
+    save_byte_tokenizer(tmp_path)
+    with pytest.raises(FlagRefused, match=r"^expert_counts=T: layers that transformers computes do not tell which"):
+        weights_line(tmp_path, "expert_counts=T")
+
+
 def test_compiled_layers_are_checked(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, tiny_config("mixtral"))
     save_byte_tokenizer(tmp_path)

@@ -100,6 +100,7 @@ def test_ranks_that_cannot_divide_the_model_are_a_user_error_before_they_meet(tm
     [
         (["attention_backend=cpu", "page_size=8"], "page_size=8"),
         (["kv_cache_num_tokens=2000000000"], "kv_cache_num_tokens=2000000000"),
+        (["expert_counts=T"], "^expert_counts=T: the model has no experts$"),
         (
             ["async_tp_threshold=32", "tp_size=2", "torch_compile=T", "device=cpu"],
             "^async_tp_threshold=32: needs GPUs that are joined by NVLink, not device=cpu$",

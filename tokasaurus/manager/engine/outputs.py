@@ -71,7 +71,7 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
         state.step_totals.idle_seconds += output.idle_seconds
     state.totals.recompiles += output.num_recompiles
     state.totals.graph_misses += output.missed_graphs
-    state.totals.phase_seconds = output.phase_seconds
+    state.totals.phase_seconds, state.totals.expert_tokens = output.phase_seconds, output.expert_tokens
     if step.logprob_chunks:
         assert state.blocks.prompt_logprobs is not None
         assert output.prompt_logprobs is not None, f"step {step.step_id}: no prompt logprobs"

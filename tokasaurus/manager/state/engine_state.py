@@ -136,6 +136,7 @@ class Totals:
     graph_misses: int = 0
     nonfinite_rows: int = 0
     phase_seconds: tuple[float, ...] = ()
+    expert_tokens: NDArray[np.int64] | None = None
     tokens: TokenCounts = field(default_factory=TokenCounts)
 
 
@@ -285,6 +286,7 @@ class EngineState:
 
     def stats(self, manager_busy_fraction: float = 0.0, manager_cpu_seconds: float = 0.0) -> EngineStats:
         tokens = self.totals.tokens
+        experts = self.totals.expert_tokens
         return EngineStats(
             num_running=self.slots.num_running,
             num_waiting=self.queues.num_waiting + self.adapters.num_held,
@@ -303,6 +305,7 @@ class EngineState:
             total_forward_seconds=self.step_totals.busy_seconds,
             total_device_idle_seconds=self.step_totals.idle_seconds,
             phase_seconds=self.totals.phase_seconds,
+            expert_tokens=() if experts is None else tuple(tuple(own) if any(own) else () for own in experts.tolist()),
             num_running_background=self.slots.num_background,
             num_kv_blocks_cached=self.blocks.tree.num_unused_blocks,
             total_kv_blocks_evicted=self.blocks.tree.num_evicted_blocks,

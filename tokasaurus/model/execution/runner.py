@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokasaurus.checkpoint.spec import ExpertsSpec, ModelSpec
 from tokasaurus.messages.forward import (
     ForwardInput,
     ForwardOutput,
@@ -66,7 +67,7 @@ class StepResult:
     hidden states alone. Otherwise token_ids int32 [R]; is_finite bool [T], whether a token's hidden state, and the
     logits computed from it, if any, are finite; logprobs float32 [R], if some row asked for them; the fields of
     PromptLogprobsOutput, each with "prompt_" before its name, likewise. Of both, top_ids and top_logprobs of
-    Sampled; and experts, int32, of ForwardOutput."""
+    Sampled; and experts, int32, and expert_tokens of ForwardOutput."""
 
     want_logprobs: NDArray[np.bool_]
     """bool [R], rows that asked for logprobs."""
@@ -135,10 +136,11 @@ class StepResult:
             self.missed_graphs,
             idle_seconds,
             self._experts(arrays),
+            arrays.get("expert_tokens"),
         )
 
     def _experts(self, arrays: Mapping[str, NDArray[Any]]) -> RoutedExperts | None:
-        if self.experts_dtype is None:
+        if "experts" not in arrays:
             return None
         experts = arrays["experts"]
         return experts.astype(np.uint8) if self.experts_dtype is np.uint8 else experts.astype(np.uint16)
@@ -184,12 +186,34 @@ class RecordedExperts:
 
     chosen: Tensor
     """int32 [layers, >= T, K], on the device."""
-    tokens: Tensor
-    """int64 [A], indices of the tokens that are asked for."""
+    wanted: NDArray[np.bool_]
+    """bool [T], the A tokens that are asked for."""
+    totals: "ExpertTotals | None"
+    """Gets the step's tokens, too; None: they are not counted."""
 
-    def of_tokens(self) -> Tensor:
-        """int32 [A, layers, K]."""
-        return self.chosen[:, self.tokens.to(self.chosen.device)].transpose(0, 1).contiguous()
+    def outputs(self) -> dict[str, Tensor]:
+        """`experts` and `expert_tokens` of StepResult."""
+        found = dict[str, Tensor]()
+        if self.wanted.any():
+            tokens = torch.from_numpy(np.flatnonzero(self.wanted)).to(self.chosen.device)
+            found["experts"] = self.chosen[:, tokens].transpose(0, 1).contiguous()
+        if self.totals is not None:
+            found["expert_tokens"] = self.totals.after(self.chosen[:, : len(self.wanted)])
+        return found
+
+
+class ExpertTotals:
+    """Tokens of each expert in each layer."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        has_experts = [[int(isinstance(layer.mlp, ExpertsSpec))] for layer in spec.layers]
+        self._has_experts = torch.tensor(has_experts, device=device)
+        self._totals = torch.zeros((len(has_experts), spec.num_experts), dtype=torch.int64, device=device)
+
+    def after(self, chosen: Tensor) -> Tensor:
+        """chosen: int32 [layers, T, K], of a step -> int64 [layers, experts], with this step's tokens."""
+        experts = chosen.flatten(1).long()
+        return self._totals.scatter_add_(1, experts, self._has_experts.expand_as(experts)).clone()
 
 
 class ModelRunner:
@@ -254,6 +278,7 @@ class ModelRunner:
         self.times = StageTimes(None, mesh.pp_rank, self._mark)
         """Times of this stage's steps; whoever calls `run` marks where each begins and ends."""
         self._num_recompiles = 0
+        self._expert_totals: ExpertTotals | None = None
         self._graphs: StepGraphs | None = None
         self._prefixes: RecordedMemory | None = None
         """What recordings with prefix groups read of the prefixes; None if there are no such recordings."""
@@ -261,6 +286,10 @@ class ModelRunner:
         if kernels is not None and links is None and isinstance(self._executor, KernelExecutor):
             assert isinstance(model, Decoder), "which has such an executor"
             self._kernel_decode = KernelDecode.of(model, self._executor, slots, page_size, kernels)
+
+    def count_experts(self) -> None:
+        """Count the tokens of each expert, from now on."""
+        self._expert_totals = ExpertTotals(self._model.spec, self.device)
 
     def count_for_stage(self, board: StageBoard) -> None:
         """This rank counts, from now on, what the pipeline stage does."""
@@ -479,12 +508,12 @@ class ModelRunner:
         but the last."""
         begun = self._take(step)
         wants_experts = self._slots.want_experts[step.slots]
-        if not wants_experts.any():
+        if self._expert_totals is None and not wants_experts.any():
             return self._run(step, begun)
         assert isinstance(self._model, Decoder), "the server refuses requests for the experts of other models"
-        tokens = np.repeat(wants_experts, step.num_tokens)
-        with self._model.recording_experts(padded_count(len(tokens), self._token_multiple)) as chosen:
-            return self._run(step, begun, RecordedExperts(chosen, torch.from_numpy(np.flatnonzero(tokens))))
+        wanted = np.repeat(wants_experts, step.num_tokens)
+        with self._model.recording_experts(padded_count(len(wanted), self._token_multiple)) as chosen:
+            return self._run(step, begun, RecordedExperts(chosen, wanted, self._expert_totals))
 
     def _run(self, step: ForwardInput, begun: list[Mark], recorded: RecordedExperts | None = None) -> StepResult | None:
         """begun: of _take. recorded: where the model's layers write the experts of tokens; None: they do not."""
@@ -501,7 +530,7 @@ class ModelRunner:
             return None
         outputs = self._sample_and_store(batch, computed, num_sampled)
         if recorded is not None:
-            outputs["experts"] = recorded.of_tokens()
+            outputs |= recorded.outputs()
         if self._links is not None:
             self._links.end_step()
         self._staging.finish()
@@ -558,7 +587,7 @@ class ModelRunner:
         token_ids = np.maximum(decoded.tokens, 0).astype(np.int32)
         outputs: dict[str, NDArray[Any]] = {"token_ids": token_ids, "is_finite": is_finite}
         if recorded is not None:
-            outputs["experts"] = recorded.of_tokens().numpy()
+            outputs |= {name: tensor.numpy() for name, tensor in recorded.outputs().items()}
         return StepResult(
             step.step_id,
             HostArrays(outputs),

@@ -163,6 +163,7 @@ def loading() -> list[Phase]:
     """From the device to a model with all that runs its steps, first to last."""
     return [
         Phase("", check_files),
+        Phase("", check_expert_counts, when=lambda start: start.config.expert_counts),
         Phase("device", choose_platform),
         Phase(
             *("all-reduce", choose_sums, (SUMS,)),
@@ -273,6 +274,8 @@ def _ready(start: Start) -> StartedWorker:
     config, times, runner = start.config, start.times, start.runner
     if start.kernels is not None:
         start.kernels.reset_phases()
+    if config.expert_counts:
+        runner.count_experts()
     max_tokens, limited_by = longest_sequence(
         start.info.context_length, config.max_num_tokens_per_request, start.num_blocks * config.page_size
     )
@@ -305,10 +308,10 @@ def _num_routed_experts(start: Start) -> int:
 
 def _no_routed_experts(start: Start) -> str:
     """Why requests may not ask for the experts of their tokens; "" if they may."""
+    if not start.info.is_native:
+        return "layers that transformers computes do not tell which experts they choose"
     if not start.info.spec.num_chosen_experts:
         return "the model has no experts"
-    if not isinstance(start.model, Decoder):
-        return "layers that transformers computes do not tell which experts they choose"
     return "" if start.mesh.pp_size == 1 else "pipeline stages do not tell each other which experts they choose"
 
 
@@ -336,6 +339,13 @@ def check_files(start: Start) -> str:
     """Refuse files whose tensors have other sizes than the model. Raises CheckpointError."""
     if start.fill is None:
         check_weight_sizes(weight_files(start.checkpoint.directory), start.info)
+    return ""
+
+
+def check_expert_counts(start: Start) -> str:
+    """Raises FlagRefused if the experts of tokens are not known."""
+    if refusal := _no_routed_experts(start):
+        raise FlagRefused(f"expert_counts=T: {refusal}")
     return ""
 
 
