@@ -18,16 +18,18 @@ NUM_ADAPTERS = 4
 def random_adapter(rows: list[tuple[int, int, int]], in_size: int, dtype: torch.dtype) -> list[LowRankRows]:
     """rows: (first output, outputs, ranks) of each part."""
     return [
-        LowRankRows(first, random_rows(ranks, in_size, dtype), torch.randn(count, ranks) / ranks)
+        LowRankRows(first, random_rows(ranks, in_size, dtype), (torch.randn(count, ranks) / ranks).to(dtype).float())
         for first, count, ranks in rows
     ]
 
 
 def added(x: Tensor, parts: list[LowRankRows], num_outputs: int) -> Tensor:
+    """In float64, but for the numbers between the two products, which are rounded as activations are."""
     out = torch.zeros(len(x), num_outputs, dtype=torch.float64)
     for part in parts:
         outputs = slice(part.first_row, part.first_row + len(part.up))
-        out[:, outputs] += x.double() @ part.down.double().T @ part.up.double().T
+        inner = (x.double() @ part.down.double().T).to(x.dtype).double()
+        out[:, outputs] += inner @ part.up.double().T
     return out
 
 

@@ -83,7 +83,10 @@ class PackedWeightsStruct(ctypes.Structure):
 class LowRankStruct(ctypes.Structure):
     """The struct LowRank of gemm.h."""
 
-    _fields_ = (("down", PackedWeightsStruct), *((name, ctypes.c_void_p) for name in ("up", "halves")))
+    _fields_ = (
+        *(("down", ctypes.c_void_p), ("num_ranks", ctypes.c_int64)),
+        *((name, ctypes.c_void_p) for name in ("up", "panels")),
+    )
 
 
 class NormStruct(ctypes.Structure):
@@ -277,6 +280,7 @@ class Kernels:
             "toka_max_expert_rows",
             "toka_max_tiled_rows",
             "toka_has_bfloat16_arithmetic",
+            "toka_rank_multiple",
         )
         for name in constants:
             getattr(self._library, name).restype = ctypes.c_int64
@@ -285,6 +289,7 @@ class Kernels:
         self.panel_size: int = self._library.toka_panel_size()
         self.max_expert_rows: int = self._library.toka_max_expert_rows()
         self.max_tiled_rows: int = self._library.toka_max_tiled_rows()
+        self.rank_multiple: int = self._library.toka_rank_multiple()
         self.has_bfloat16_arithmetic = bool(self._library.toka_has_bfloat16_arithmetic())
         self._phase_seconds = (ctypes.c_double * len(FORWARD_PHASES))()
         self.set_num_threads(torch.get_num_threads())

@@ -33,6 +33,7 @@ class LayerKernels:
     def __init__(self, kernels: Kernels) -> None:
         self.weights = HugePageTensors()
         self.panel_size = kernels.panel_size
+        self.rank_multiple = kernels.rank_multiple
         self.activation_dtype = kernels.activation_dtype
         pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         library = kernels.library
@@ -50,7 +51,7 @@ class LayerKernels:
             *(pointer, pointer, integer, integer, pointer, number, number, pointer, pointer, pointer)
         ]
         self.reserve_adapters = library.toka_reserve_adapters
-        self.reserve_adapters.argtypes = [integer, integer]
+        self.reserve_adapters.argtypes = [integer, integer, integer]
         self.run_experts = library.toka_run_experts
         self.run_experts.argtypes = [pointer, pointer, pointer, integer, pointer, pointer, pointer]
         self.reserve_experts = library.toka_reserve_experts
@@ -128,10 +129,8 @@ class PackedWeights:
         is_gated: bool = False,
         activation: Activation | None = None,
         gate_limits: GateLimits | None = None,
-        memory: HugePageTensors | None = None,
     ) -> None:
-        """A quantised weight must fit: see `fits`. gate_limits: of gates, in place of an activation. memory: for plain
-        weights; None: the kernels'."""
+        """A quantised weight must fit: see `fits`. gate_limits: of gates, in place of an activation."""
         assert gate_limits is None or is_gated
         self.kernels = kernels
         self.activation_dtype = kernels.activation_dtype(weight.dtype)
@@ -151,8 +150,7 @@ class PackedWeights:
             self._blocks = self._place_blocks(weight, panel_width, is_gated)
         else:
             assert takes(weight)
-            shape = (self._num_panels * kernels.panel_size, self._in_size)
-            self._panels = (memory or kernels.weights).empty(shape, weight.dtype)
+            self._panels = kernels.weights.empty((self._num_panels * kernels.panel_size, self._in_size), weight.dtype)
         self.struct = PackedWeightsStruct(
             ELEMENT_CODES[weight.dtype],
             self._in_size,

@@ -54,46 +54,56 @@ class PackedAdapters:
 
     def pack(self, parts: Sequence[LowRankRows], memory: HugePageTensors) -> PackedLowRank:
         """An adapter that is made of these parts, at least one, none of whose outputs overlap. memory: for it."""
-        kernels, is_gated = self._weights.kernels, bool(self._weights.struct.is_gated)
-        rows_of_halves = _rows_of_halves(self._weights.out_size, kernels.panel_size, is_gated)
-        num_rows = self._weights.out_size * (2 if is_gated else 1)
-        sizes = [len(part.down) + len(part.down) % 2 for part in parts]  # the kernel takes two ranks at a time
-        starts = [sum(sizes[:index]) for index in range(len(parts))]
+        kernels, weights, dtype = self._weights.kernels, self._weights.struct, self._dtype
+        pair = 2 if kernels.activation_dtype(dtype) == torch.bfloat16 else 1
+        sizes = [len(part.down) + len(part.down) % 2 for part in parts]  # counts of ranks are even
+        ends = torch.tensor(sizes).cumsum(0)
         ranks = [pad(part.down, (0, 0, 0, size - len(part.down))) for part, size in zip(parts, sizes, strict=True)]
-        down = PackedWeights(kernels, torch.cat(ranks).to(self._dtype), None, memory=memory)
-        up = torch.zeros((num_rows + 1, sum(sizes)))  # the last row: of padding
-        part_of_row = torch.full((num_rows + 1,), -1)
+        down = torch.cat(ranks)
+        num_ranks = -(-len(down) // kernels.rank_multiple) * kernels.rank_multiple
+        down = pad(down, (0, 0, 0, num_ranks - len(down))).to(dtype)
+        whole = num_ranks // kernels.panel_size * kernels.panel_size
+        packed_down = memory.empty(tuple(down.shape), dtype)
+        sides = (down[:whole], kernels.panel_size, 0), (down[whole:], kernels.rank_multiple, whole)
+        for rows, width, first in sides:
+            panels = rows.view(-1, width, down.shape[1] // pair, pair).transpose(1, 2)
+            packed_down[first : first + len(rows)].view(panels.shape).copy_(panels)
+
+        rows_of_halves = _rows_of_halves(weights.out_size, kernels.panel_size, bool(weights.is_gated))
+        up = torch.zeros((int(rows_of_halves.max()) + 1, num_ranks))
+        part_of_row = torch.full((len(up),), -1)
         for index, part in enumerate(parts):
-            outputs = slice(part.first_row, part.first_row + len(part.up))
-            up[outputs, starts[index] : starts[index] + part.up.shape[1]] = part.up
+            outputs, first = slice(part.first_row, part.first_row + len(part.up)), int(ends[index]) - sizes[index]
+            up[outputs, first : first + part.up.shape[1]] = part.up
             part_of_row[outputs] = index
-        parts_of_halves = part_of_row[rows_of_halves]
-        last = parts_of_halves.amax(1)
-        first = torch.where(parts_of_halves < 0, len(parts), parts_of_halves).amin(1)
-        halves, numbers, end = torch.zeros((len(rows_of_halves), 3), dtype=torch.int64), list[Tensor](), 0
-        for low, high in sorted({*zip(first.tolist(), last.tolist(), strict=True)}):
-            if high < 0:
-                continue  # nothing is added to these
-            alike = torch.nonzero((first == low) & (last == high)).flatten()
-            start, stop = starts[low], starts[high] + sizes[high]
-            chosen = up[rows_of_halves[alike]][:, :, start:stop].transpose(1, 2)
-            numbers.append(chosen.reshape(-1))
-            halves[alike] = torch.tensor([start, stop - start, end])
-            halves[alike, 2] += chosen[0].numel() * torch.arange(len(alike))
-            end += chosen.numel()
-        packed = memory.empty((end,), torch.float32)
-        torch.cat(numbers, out=packed)
-        return PackedLowRank(LowRankStruct(down.struct, packed.data_ptr(), halves.data_ptr()), (down, packed, halves))
+        of_halves = part_of_row[rows_of_halves]
+        starts = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
+        lasts = starts[of_halves.amax(-1) + 1]  # 0 where nothing is added
+        firsts = starts[torch.where(of_halves < 0, len(parts), of_halves).amin(-1)].minimum(lasts)
+        counts = (lasts - firsts).amax(1)
+        firsts = firsts.minimum(num_ranks - counts.unsqueeze(1))  # zeros, where a half has fewer ranks
+        numbers, end = list[Tensor](), 0
+        structs = torch.cat((counts.unsqueeze(1), firsts, counts.unsqueeze(1)), dim=1)
+        for low, high, count in sorted({*map(tuple, torch.cat((firsts, counts.unsqueeze(1)), dim=1).tolist())}):
+            alike = torch.nonzero((firsts[:, 0] == low) & (firsts[:, 1] == high) & (counts == count)).flatten()
+            halves = up[rows_of_halves[alike]]  # [panels, 2, outputs, ranks]
+            chosen = torch.cat((halves[:, 0, :, low : low + count], halves[:, 1, :, high : high + count]), dim=1)
+            numbers.append(chosen.view(len(alike), kernels.panel_size, count // pair, pair).transpose(1, 2).flatten())
+            structs[alike, 0] = end + count * kernels.panel_size * torch.arange(len(alike))
+            end += len(numbers[-1])
+        packed_up = memory.empty((end,), dtype)
+        packed_up.copy_(torch.cat(numbers))
+        struct = LowRankStruct(packed_down.data_ptr(), num_ranks, packed_up.data_ptr(), structs.data_ptr())
+        return PackedLowRank(struct, (packed_down, packed_up, structs))
 
 
 def _rows_of_halves(out_size: int, panel_size: int, is_gated: bool) -> Tensor:
-    """int64 [2 * panels, panel_size / 2]: which row of the weight each output of each half of a panel is; for padding,
+    """int64 [panels, 2, panel_size / 2]: which row of the weight each output of each half of a panel is; for padding,
     one after the last."""
     width = panel_size // 2
-    num_rows = out_size * (2 if is_gated else 1)
     if is_gated:  # gates are in the first half, ups in the second
         outputs = torch.arange(-(-out_size // width) * width).view(-1, 1, width)
         rows = torch.cat((outputs, outputs + out_size), dim=1)
-        return torch.where(outputs < out_size, rows, num_rows).view(-1, width)
-    rows = torch.arange(-(-out_size // panel_size) * panel_size).view(-1, width)
-    return torch.where(rows < out_size, rows, num_rows)
+        return torch.where(outputs < out_size, rows, 2 * out_size)
+    rows = torch.arange(-(-out_size // panel_size) * panel_size).view(-1, 2, width)
+    return torch.where(rows < out_size, rows, out_size)

@@ -7,6 +7,7 @@
 #include "gemm/amx_tile.h"
 #include "gemm/blocks.h"
 #include "gemm/int8_tile.h"
+#include "gemm/low_rank.h"
 #include "simd/element_type.h"
 #include "simd/phases.h"
 #include "simd/simd_math.h"
@@ -93,24 +94,6 @@ TOKA_NOINLINE void scale_outputs(float multiplier, float softcap, float* numbers
   }
 }
 
-// Adds what an adapter adds to one row's sums [kPanel] of one panel. inner: of the row.
-inline void add_low_rank(const LowRank& own, const float* inner, int64_t panel, float* sums) {
-  constexpr int kVectors = kPanelVectors / 2;  // of half a panel
-  if (own.up == nullptr) return;
-  for (int half = 0; half < 2; ++half, sums += kPanel / 2) {
-    const LowRankHalf& ranks = own.halves[2 * panel + half];
-    const float *up = own.up + ranks.offset, *x = inner + ranks.first;
-    Floats even[kVectors] = {}, odd[kVectors] = {};
-    for (int64_t i = 0; i < ranks.count; i += 2, up += kPanel)
-      repeat<kVectors>([&](auto v) TOKA_LAMBDA {
-        even[v] += x[i] * load(up + v * kLanes);
-        odd[v] += x[i + 1] * load(up + kPanel / 2 + v * kLanes);
-      });
-    repeat<kVectors>([&](auto v)
-                         TOKA_LAMBDA { store(sums + v * kLanes, load(sums + v * kLanes) + (even[v] + odd[v])); });
-  }
-}
-
 // Applies all that follows the products to one row's sums [kPanel] of one panel, and stores the result.
 template <typename Weight>
 inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float* sums) {
@@ -118,8 +101,6 @@ inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float
   const PackedWeights& weights = gemm.weights;
   const int64_t width = weights.panel_width(), first = row * weights.out_size + panel * width;
   const int64_t count = std::min(width, weights.out_size - panel * width);
-  if (gemm.inner != nullptr)
-    add_low_rank(gemm.adapters.table[gemm.adapters.of_rows[row]], gemm.inner + row * gemm.inner_size, panel, sums);
   if (weights.bias != nullptr)
     for (int i = 0; i < kPanel; i += kLanes) store(sums + i, load(sums + i) + load(weights.bias + panel * kPanel + i));
   if (weights.gate_limit != 0)
@@ -247,6 +228,7 @@ void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Part& part, c
     multiply_part(tiles, gemm, groups, block, begin, int(end - begin), weights, part.first, part_size, prefetches,
                   sums);
     if (part.end < gemm.weights.in_size) continue;
+    add_low_rank(gemm, panel, begin, end, sums);
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
   }
 }
@@ -265,6 +247,7 @@ void multiply_blocks(const Gemm<Weight>& gemm, int64_t panel, const uint8_t* cod
     multiply_part(tiles, gemm, &groups, block, block.first, int(block.end - block.first), widened, first, count,
                   Prefetches{}, sums);
   }
+  add_low_rank(gemm, panel, block.first, block.end, sums);
   for (int64_t row = block.first; row < block.end; ++row)
     epilogue(gemm, row, panel, sums + (row - block.first) * kPanel);
 }
@@ -278,6 +261,7 @@ void multiply_integers(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t pane
     const int64_t begin = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
     alignas(64) float sums[kCodeRows<planes> * kPanel];
     multiply_code_rows<planes, bits>(int(end - begin), x, block.integer_row + begin, codes, groups, sums);
+    add_low_rank(gemm, panel, block.first + begin, block.first + end, sums);
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, block.first + row, panel, sums + (row - begin) * kPanel);
   }
 }
@@ -320,6 +304,7 @@ template <typename Weight>
 void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, const Part& part,
                     const RowBlock& block) {
   const int64_t in_size = gemm.weights.in_size, part_size = part.end - part.first;
+  if (gemm.inner != nullptr && part.end == in_size) prefetch_low_rank(gemm, panel, block.first, block.end);
   if (gemm.weights.blocks != nullptr) {
     const uint8_t* const from = (const uint8_t*)stored_panel<Weight>(gemm.weights, panel).start;
     return dispatch_blocks(gemm.weights.blocks[panel].type, [&](auto type) {
@@ -416,70 +401,6 @@ const float* group_sums(const Gemm<Weight>& gemm) {
     }
   });
   return all;
-}
-
-// Adjacent rows with one adapter.
-struct AdapterRows {
-  const LowRank* adapter;
-  int64_t first, count;
-};
-
-// Memory for what multiply_down computes, and for its work items.
-struct LowRankScratch {
-  ScratchMemory<float> inner;
-  std::vector<AdapterRows> items;
-};
-
-LowRankScratch& low_rank_scratch() {
-  static LowRankScratch memory;
-  return memory;
-}
-
-// to [rows.count][stride]: x times a panel of the rows' down matrix.
-template <typename Weight>
-void multiply_down_panel(const Gemm<Weight>& gemm, const AdapterRows& rows, int64_t panel, float* to, int64_t stride) {
-  typedef Activation<Weight> Element;
-  const int64_t in_size = gemm.weights.in_size;
-  const Weight* const weights = (const Weight*)rows.adapter->down.panels + panel * in_size * kPanel;
-  alignas(64) float sums[Tiles<Weight>::kRows * kPanel] = {};
-  Tiles<Weight> tiles;
-  tiles.multiply(int(rows.count), XRows<Element>{gemm.x + rows.first * gemm.x_stride, gemm.x_stride, nullptr}, weights,
-                 in_size, Prefetches{}, sums);
-  for (int64_t row = 0; row < rows.count; ++row) std::copy_n(sums + row * kPanel, kPanel, to + row * stride);
-}
-
-// Sets what the epilogue reads of the rows' adapters. gemm.x: normalized. Each sum adds in the order of x, so that a
-// row's result does not depend on the others.
-template <typename Weight>
-void multiply_down(Gemm<Weight>& gemm) {
-  constexpr int kRows = Tiles<Weight>::kRows;
-  LowRankScratch& memory = low_rank_scratch();
-  memory.items.clear();
-  int64_t num_panels = 0;
-  for (int64_t row = 0; row < gemm.num_rows; ++row) {
-    const LowRank* const adapter = gemm.adapters.table + gemm.adapters.of_rows[row];
-    if (adapter->up == nullptr) continue;
-    num_panels = std::max(num_panels, adapter->down.num_panels());
-    if (!memory.items.empty()) {
-      AdapterRows& last = memory.items.back();
-      if (last.adapter == adapter && last.first + last.count == row && last.count < kRows) {
-        ++last.count;
-        continue;
-      }
-    }
-    memory.items.push_back({adapter, row, 1});
-  }
-  if (num_panels == 0) return;
-  const int64_t inner_size = num_panels * kPanel;
-  float* const inner = scratch(memory.inner, gemm.num_rows * inner_size);
-  Team::get().parallel_for(int64_t(memory.items.size()) * num_panels, 1, [&](int64_t index) {
-    const AdapterRows& rows = memory.items[index / num_panels];
-    const int64_t panel = index % num_panels;
-    if (panel < rows.adapter->down.num_panels())
-      multiply_down_panel(gemm, rows, panel, inner + rows.first * inner_size + panel * kPanel, inner_size);
-  });
-  gemm.inner = inner;
-  gemm.inner_size = inner_size;
 }
 
 // Memory for rows of x in 8 bits or in planes.
@@ -789,10 +710,14 @@ void reserve_rows(const PackedWeights& weights, int64_t num_rows, int64_t num_gr
   }
 }
 
+// Ranks of an adapter are padded to a multiple of this.
+TOKA_EXPORT int64_t toka_rank_multiple() { return kRankMultiple; }
+
 // Allocates and touches the memory for rows times the down matrices of their adapters.
-TOKA_EXPORT void toka_reserve_adapters(int64_t num_rows, int64_t num_ranks) {
-  scratch(low_rank_scratch().inner, num_rows * ((num_ranks + kPanel - 1) / kPanel * kPanel));
-  low_rank_scratch().items.reserve(num_rows);
+TOKA_EXPORT void toka_reserve_adapters(int64_t num_rows, int64_t num_ranks, int64_t is_bfloat16) {
+  is_bfloat16 ? (void)scratch(inner_scratch<bfloat16>(), num_rows * num_ranks)
+              : (void)scratch(inner_scratch<float>(), num_rows * num_ranks);
+  adapter_rows().reserve(num_rows);
 }
 
 // Number of outputs of a panel.

@@ -32,17 +32,21 @@ struct PackedWeights {
   int64_t num_panels() const { return (out_size + panel_width() - 1) / panel_width(); }
 };
 
-// The ranks of half a panel's outputs, and where their numbers are.
-struct LowRankHalf {
-  int64_t first, count, offset;
+// What an adapter adds to the outputs of a panel: each half has `count` ranks, from its first on.
+struct LowRankPanel {
+  int64_t offset;  // of its numbers, in `up`
+  int64_t first[2], count;
 };
 
 // What one adapter adds to the outputs of packed weights, before the bias: (x times down) times up. Source: arXiv
-// 2106.09685. Filled by Python: bindings.LowRankStruct.
+// 2106.09685. Both matrices are of the type of the weights that they are added to. Filled by Python:
+// bindings.LowRankStruct.
 struct LowRank {
-  PackedWeights down;         // [ranks, in_size], plain, of the type of the weights that it is added to
-  const float* up;            // of each half of a panel [count][kPanel / 2], from its offset on; null: nothing is added
-  const LowRankHalf* halves;  // [2 * panels]; counts are even
+  // Of whole panels of ranks, and then of single vectors of them: [in_size / kPair][ranks][kPair].
+  const void* down;
+  int64_t num_ranks;           // a multiple of kRankMultiple, some of zeros
+  const void* up;              // of each panel [count / kPair][kPanel][kPair]; null: nothing is added
+  const LowRankPanel* panels;  // counts are even
 };
 
 // The adapters of rows. table: by their numbers, of which 0 adds nothing; of_rows [num_rows]; null: no row has one.
@@ -68,7 +72,7 @@ struct Gemm {
   RowAdapters adapters = {};
   const float* group_sums = nullptr;  // of x, as below: set by multiply_groups
   const Element* tiles = nullptr;     // x in tiles, if it is in parts
-  const float* inner = nullptr;       // x times the down matrices of the rows' adapters, [num_rows, inner_size]
+  const Element* inner = nullptr;     // x times the down matrices of the rows' adapters, [num_rows, inner_size]
   int64_t inner_size = 0;
 };
 

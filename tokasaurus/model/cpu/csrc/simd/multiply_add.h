@@ -43,7 +43,17 @@ static TOKA_INLINE Operand<Stored> broadcast_operand(const Activation<Stored>* x
   }
 }
 
-static TOKA_INLINE Floats multiply_add(Floats sum, Floats x, Floats stored) { return sum + x * stored; }
+// Rounded once: GCC would round a product too where it thinks that a chain of sums is faster so, and a row's result
+// would depend on the number of rows.
+static TOKA_INLINE Floats multiply_add(Floats sum, Floats x, Floats stored) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)stored, (__m512)sum);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)stored, (__m256)sum);
+#else
+  return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)stored);
+#endif
+}
 
 #if TOKA_BFLOAT16_DOT
 static TOKA_INLINE Floats multiply_add(Floats sum, Ints x, Ints stored) {
