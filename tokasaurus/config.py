@@ -9,7 +9,19 @@ from typing import Any
 
 from typing_extensions import Self
 
-from tokasaurus.flags import FlagConfig, Setting, at_least, at_most, count, excludes, flag, installed, matches, needs
+from tokasaurus.flags import (
+    FlagConfig,
+    Rule,
+    Setting,
+    at_least,
+    at_most,
+    count,
+    excludes,
+    flag,
+    installed,
+    matches,
+    needs,
+)
 
 DEMO = "demo"
 """What users write for the demo model, wherever a model is; a directory of this name is ./demo."""
@@ -28,6 +40,13 @@ _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])
 ORIGIN = r"(null|[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._:\[\]-]+)"
 """The site of a web page as browsers name it, such as http://localhost:3000; null is that of a file."""
 _ORIGINS = rf"\s*(\*|{ORIGIN}(\s*,\s*{ORIGIN})*)\s*"
+
+
+def _adapters_error(config: Any, value: dict[str, Any]) -> str | None:
+    """As of Rule: lora= names what cannot be adapters."""
+    if not all(name and isinstance(path, str) and path for name, path in value.items()):
+        return "must have a name and a directory for each adapter"
+    return "does not go with max_loras=0" if value and config.max_loras == 0 else None
 
 
 _RETIRED = {
@@ -133,6 +152,7 @@ class ServerConfig(FlagConfig):
         "adapters (LoRA, as PEFT stores them) that requests may name as their model: a JSON object of names and "
         'directories, such as {"sql":"adapters/sql"}',
         none_means="none",
+        rules=(Rule("a directory for each name; not with max_loras=0", _adapters_error),),
     )
     max_loras: int | None = count(
         None,

@@ -603,7 +603,7 @@ def test_prompts_may_be_a_column_of_any_library(client: Client) -> None:
 
 
 def test_every_sampling_field_of_the_api_can_be_set() -> None:
-    own = set(inspect.signature(Sampling).parameters) - {"logprobs", "top_logprobs"}
+    own = set(inspect.signature(Sampling).parameters) - {"logprobs", "top_logprobs", "adapter"}
     # what results are read from, what each method sets, and what concerns no sampling
     elsewhere = {
         *("model", "logprobs_in_fingerprint", "return_token_ids", "stream", "stream_options", "prompt_logprobs"),

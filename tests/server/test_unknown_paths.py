@@ -9,7 +9,7 @@ import pytest
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
-from tokasaurus.server.dialects import sglang_rollouts, vllm_rollouts
+from tokasaurus.server.app import ROLLOUT_ROUTES
 from tokasaurus.server.paths import OTHER_SERVERS, ROLLOUTS, TRAINERS, paths_of
 from tokasaurus.server.served_model import ServedModel
 
@@ -60,7 +60,7 @@ from tokasaurus.server.served_model import ServedModel
         ("/update_weights", "rl=T"),
         ("/model_info", "rl=T"),
         ("/collective_rpc", "rl=T"),
-        ("/v1/load_lora_adapter", "merge the adapter"),
+        ("/v1/load_lora_adapter", "rl=T"),
         ("/weights_checker", "rl=T"),
         ("/start_profile", "trace=FILE"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
@@ -97,15 +97,19 @@ def test_what_is_advised_is_there(shared_server: LiveServer) -> None:
 
 
 OF_TRAINERS = [
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
-    *("/load_lora_adapter_from_tensors", "/skyrl/v1/load_lora_adapter", "/weights_checker", "/weight_checker"),
-    *("/init_weights_update_group", "/update_weights_from_tensor", "/update_weights_from_distributed"),
+    *(
+        "/weights_checker",
+        "/weight_checker",
+        "/init_weights_update_group",
+        "/update_weights_from_tensor",
+        "/update_weights_from_distributed",
+    ),
     *("/update_weights_from_ipc", "/pull_weights", "/open_session", "/abort_requests", "/weight_info"),
 ]
 
 
 def test_the_flag_for_rollouts_is_advised_only_where_it_is_not_set(served_model: ServedModel) -> None:
-    routes = paths_of([*vllm_rollouts.router.routes, *sglang_rollouts.router.routes])
+    routes = paths_of([route for routes in ROLLOUT_ROUTES for route in routes.router.routes])
     for rl in (False, True):
         with live_server(replace(served_model, rl=rl), FakeEngine()) as server:
             served = server.http.get("/openapi.json").json()["paths"]

@@ -13,6 +13,7 @@ import hashlib
 import io
 import math
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -193,6 +194,21 @@ def read_adapter(directory: Path, max_rank: int = MAX_RANK) -> Adapter:
         return _parse_tensors(config, content, tensors, max_rank)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def copy_adapter(source: Path, directory: Path, max_rank: int = MAX_RANK) -> Adapter:
+    """Copies both files into an empty directory, and reads the copies. Raises as read_adapter, with the source's names,
+    and OSError."""
+    read_adapter_config(source)
+    if (source / ADAPTER_WEIGHTS).is_file():
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            shutil.copyfile(source / name, directory / name)
+    else:
+        directory = source
+    try:
+        return read_adapter(directory, max_rank)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(directory), str(source))) from None
 
 
 def fit_to_base(adapter: Adapter, weight_shapes: Mapping[str, tuple[int, ...]]) -> Adapter:

@@ -123,6 +123,7 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
         none_means="the server's",
     )
     priority: int = flag(0, "among waiting requests, lower values start first")
+    adapter: str | None = flag(None, "name of the adapter that answers, of lora= or of the server", none_means="none")
 
     log_level: str = ServerConfig.declared("log_level", default="warning")
 

@@ -287,11 +287,12 @@ class AsyncClient:
         prompts: Iterable[Any],
         completions: Iterable[Any],
         *,
+        adapter: str | None = None,
         progress: bool = True,
         raise_on_error: bool = False,
     ) -> list[Score]:
         """`Client.score`, as a coroutine."""
-        return _told(await self._scored(_checked_pairs(prompts, completions), progress), raise_on_error)
+        return _told(await self._scored(_checked_pairs(prompts, completions), adapter, progress), raise_on_error)
 
     async def update_weights(
         self,
@@ -370,10 +371,12 @@ class AsyncClient:
         request_format = await self._format(sampling, schema, tools, options, (endpoint,))
         return Results(await self._in_order("generate", rows, rows, request_format, progress))
 
-    async def _scored(self, pairs: list[tuple[Any, Any]], progress: bool) -> list[Score]:
+    async def _scored(self, pairs: list[tuple[Any, Any]], adapter: str | None, progress: bool) -> list[Score]:
         """Scores of checked pairs, in their order; without a warning of errors."""
         prompts = [prompt for prompt, _ in pairs]
-        return await self._in_order("score", pairs, prompts, ScoreFormat(await self.connect()), progress)
+        model = await self.connect()
+        score_format = ScoreFormat(adapter or model)
+        return await self._in_order("score", pairs, prompts, score_format, progress)
 
     async def _in_order(
         self, call: str, rows: list[Any], prompts: list[Any], row_format: _RowFormat[RowResult], progress: bool
@@ -546,6 +549,7 @@ class Client:
         prompts: Iterable[Any],
         completions: Iterable[Any],
         *,
+        adapter: str | None = None,
         progress: bool = True,
         raise_on_error: bool = False,
     ) -> list[Score]:
@@ -553,11 +557,11 @@ class Client:
 
         prompts, completions: of equal length; the two of a pair are both texts, or both lists of token ids. Texts are
         put together before they become tokens.
-        progress, raise_on_error: as for `generate`.
+        adapter: as of `Sampling`. progress, raise_on_error: as for `generate`.
 
         A pair that cannot be scored has a score with an `error`. Raises TypeError and ValueError for arguments that are
         wrong as a whole."""
-        scored = self._client._scored(_checked_pairs(prompts, completions), progress)
+        scored = self._client._scored(_checked_pairs(prompts, completions), adapter, progress)
         return _told(self._loop.run(scored), raise_on_error)
 
     def update_weights(

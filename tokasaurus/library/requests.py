@@ -106,7 +106,7 @@ class RequestFormat:
         self._read: Callable[[str], Any] | None = None
         """Reads the object that a text means; None without a schema."""
         self._has_chats_only = COMPLETIONS not in endpoints
-        fields: dict[str, Any] = {"model": model, **self.sampling.shared_fields()}
+        fields: dict[str, Any] = {"model": self.sampling.adapter or model, **self.sampling.shared_fields()}
         if schema is not None:
             json_schema, self._read = _json_schema(schema)
             named = {"name": "answer", "schema": json_schema}

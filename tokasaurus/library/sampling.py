@@ -87,6 +87,8 @@ class Sampling:
     priority: int = 0
     """Of one client's waiting requests, lower values start first. Each call is a client, unless the server has several
     keys."""
+    adapter: str | None = None
+    """Name of the adapter that answers; None: the model itself."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -108,6 +110,8 @@ class Sampling:
             yield f"top_logprobs must be a whole number from 0, not {self.top_logprobs!r}"
         elif self.top_logprobs and not self.logprobs:
             yield "top_logprobs goes with logprobs=True"
+        if self.adapter is not None and not (isinstance(self.adapter, str) and self.adapter):
+            yield f"adapter must be a name, not {self.adapter!r}"
         if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 1 << 64):
             yield f"seed must be a whole number from 0 to 2**64 - 1, not {self.seed!r}"
         fields = self._written_fields()  # with the defaults, since True equals 1
@@ -165,5 +169,5 @@ _DEFAULTS = {
 }
 _USUAL = {name: parameter.default for name, parameter in CLIENT_PARAMETERS.items()}
 # Written in another way, or into each body.
-_OWN_FIELDS = ("logprobs", "top_logprobs", "logit_bias", "seed")
+_OWN_FIELDS = ("logprobs", "top_logprobs", "logit_bias", "seed", "adapter")
 _WRITTEN_DEFAULTS = {field.name: _written(field.default, field.default) for field in dataclasses.fields(Sampling)}

@@ -137,6 +137,17 @@ class NamedAdapter:
     """As of LoadAdapter: the server's own copy."""
     source: str
     """Where the client had it, as it was written; "" if it came in a request."""
+    version: str
+    """What answers tell as the version of their weights."""
+
+
+def adapter_version(name: str, digest: str) -> str:
+    """NamedAdapter.version of one that requests name."""
+    return f"{name}@{digest[:12]}"
+
+
+BASE_NAME = ""
+"""NamedAdapter.name of the one that requests for the model itself get: a weight update has put it there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,6 +206,8 @@ class Predecessors:
     held: Held = NOTHING_HELD
     started: float | None = None
     """When the first server process was started, this one included, in seconds since 1970; None: now."""
+    adapters_directory: str = ""
+    """Of all servers' copies of adapters, each in a directory that its digest names; "" if none are loaded."""
 
 
 FIRST_SERVER = Predecessors()

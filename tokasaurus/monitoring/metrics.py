@@ -297,7 +297,7 @@ class EngineCollector(Collector):
     read_switched_off: returns, for each replica, the features that the checks of its start have switched off. requests:
     of each replica, by its label. answers: HTTP answers by method, route and status. build: labels of toka_build_info.
     vllm: labels of metrics with vLLM's names; None: none of these. num_server_restarts: servers that died before this
-    one.
+    one. num_adapters: that are loaded.
     """
 
     def __init__(
@@ -312,8 +312,10 @@ class EngineCollector(Collector):
         build: Mapping[str, str] = MappingProxyType({}),
         vllm: VllmLabels | None = None,
         num_server_restarts: int = 0,
+        num_adapters: int = 0,
     ) -> None:
         self._vllm = vllm
+        self._num_adapters = num_adapters
         self._num_server_restarts = num_server_restarts
         self._requests = requests
         self._answers = answers
@@ -329,6 +331,7 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "toka_replicas_up", "Replicas that accept requests, out of dp_size.", value=len(stats_by_replica)
         )
+        yield GaugeMetricFamily("toka_adapters_loaded", "Adapters that have a name.", value=self._num_adapters)
         for name, field, help_text in _GAUGES:
             gauge = GaugeMetricFamily(name, help_text, labels=["replica"])
             for replica, stats in stats_by_replica.items():

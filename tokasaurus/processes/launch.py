@@ -17,6 +17,7 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.files import replace_text
 from tokasaurus.inherited import NO_DIRECTORY, working_directory
 from tokasaurus.messages.channel import wait
+from tokasaurus.messages.commands import NamedAdapter
 from tokasaurus.messages.sampling import show_changed
 from tokasaurus.messages.status import HEARTBEAT_SECONDS, UserError, longest_context
 from tokasaurus.model.cpu.build import kernels_built_ahead
@@ -33,7 +34,7 @@ from tokasaurus.processes.replica_places import place_replicas
 from tokasaurus.processes.restarts import Restarted
 from tokasaurus.processes.server import ServerProcess
 from tokasaurus.startup_report import StartupReport
-from tokasaurus.workers import num_replicas, num_workers
+from tokasaurus.workers import num_adapters, num_replicas, num_workers
 
 # Time for a graceful end before SIGTERM: for the server's open requests, and for the engine's current step.
 SERVER_GRACE_S = 10.0
@@ -161,7 +162,7 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, device
                 group.terminate(stop_signals)
                 group.finish_logs()
                 report.show_failure(failure, was_killed)  # last, after the final log lines of the other processes
-                return max(replica.exit_code for replica in processes.replicas)
+                return max(one.exit_code for one in (processes.server, *processes.replicas))
             group.on_second_signal = partial(
                 report.show_line, "killing: open requests get no answer", {"event": "killing"}
             )
@@ -212,14 +213,19 @@ def _start_all(
     entries: Entries,
     places: list[Place | None],
 ) -> _Processes:
-    weights = WeightHistory()
+    weights, copies = WeightHistory(), group.new_path() if num_adapters(config) else None
+    adapters: tuple[NamedAdapter, ...] = ()
+    if config.lora and copies is not None:
+        from tokasaurus.processes.named_adapters import copy_named  # imports NumPy, which would delay other starts
+
+        adapters = copy_named(config.lora, copies, config.max_lora_rank)
     replicas = [
         ReplicaProcesses(index, group, config, checkpoint, entries.manager, entries.worker, weights, place)
         for index, place in enumerate(places)
     ]
     for replica in replicas:
         replica.start()
-    server = ServerProcess(group, config, checkpoint, entries.server, listener, replicas, weights)
+    server = ServerProcess(group, config, checkpoint, entries.server, listener, replicas, weights, adapters, copies)
     server.start()
     return _Processes(server, replicas)
 

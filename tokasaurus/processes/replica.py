@@ -65,8 +65,6 @@ class ReplicaProcesses(Restarted):
     ) -> None:
         name = "the engine" if num_replicas(config) == 1 else f"replica {index}"
         super().__init__(name, group, config.max_restarts)
-        self.exit_code = 1
-        """Exit code of the launcher if a failure of this replica ends it."""
         self.is_given_up = False
         """It has failed too often and is not started again, while other replicas go on."""
         self.limits: EngineLimits | None = None

@@ -31,6 +31,8 @@ class Restarted(ABC):
         self.children: list[Child] = []
         self.restart_at_s: float | None = None
         """When to start again, by time.monotonic(); None while it runs."""
+        self.exit_code = 1
+        """Of the launcher, if a failure of these processes ends it."""
         self.has_been_ready = False
         self.num_restarts = 0
         self.policy = RestartPolicy(max_restarts)

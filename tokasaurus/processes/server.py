@@ -7,9 +7,10 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokasaurus.messages.commands import NOTHING_HELD, Held
+from tokasaurus.messages.commands import Held, NamedAdapter
 from tokasaurus.messages.status import (
     STOP_AT_ONCE,
     Failed,
@@ -41,8 +42,11 @@ class ServerProcess(Restarted):
         listener: socket.socket,
         replicas: Sequence[ReplicaProcesses],
         weights: WeightHistory,
+        adapters: Sequence[NamedAdapter],
+        adapters_directory: Path | None,
     ) -> None:
-        """listener: stays open here, so that clients wait for the next start."""
+        """listener: stays open here, so that clients wait for the next start. adapters: of the flag lora=.
+        adapters_directory: see Predecessors; None if none are loaded."""
         super().__init__("the server", group, config.max_restarts)
         self._config = config
         self._checkpoint = checkpoint
@@ -50,7 +54,8 @@ class ServerProcess(Restarted):
         self._listener = listener
         self._replicas = replicas
         self._weights = weights
-        self._held = NOTHING_HELD
+        self._held = Held(adapters=tuple(adapters))
+        self._adapters_directory = "" if adapters_directory is None else str(adapters_directory)
         self._started: float | None = None
         """When the first process started, in seconds since 1970."""
         self._launcher: socket.socket | None = None
@@ -58,6 +63,7 @@ class ServerProcess(Restarted):
 
     def start(self) -> None:
         self._note_start()
+        self.exit_code = 1
         self._started = self._started or time.time()
         self._launcher, server_end = socket.socketpair()
         with server_end:
@@ -69,6 +75,7 @@ class ServerProcess(Restarted):
                 tuple(self._weights.updates),
                 self._held,
                 self._started,
+                self._adapters_directory,
             )
             description = ChildProcess("server", "toka-server", self._entry)
             arguments = (self._config, self._checkpoint, self._listener, server_end, predecessors)
@@ -97,6 +104,7 @@ class ServerProcess(Restarted):
                 match message:
                     case Failed():
                         failed.append(message)
+                        self.exit_code = max(self.exit_code, message.exit_code)
                     case PhaseDone():
                         report.show_phase(child.description.label, message)
                     case PhaseProgress():

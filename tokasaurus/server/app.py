@@ -32,6 +32,7 @@ from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.messages.status import (
     STOP_AT_ONCE,
     Failed,
+    FlagRefused,
     PhaseDone,
     Predecessors,
     Ready,
@@ -56,7 +57,7 @@ from tokasaurus.server.answers import AnswersMiddleware, Routes, SpansMiddleware
 from tokasaurus.server.compressed_bodies import CompressedBodyMiddleware
 from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for_lost_peers
 from tokasaurus.server.connections.table import ConnectionTable
-from tokasaurus.server.dialects import messages, responses, sglang_rollouts, vllm_rollouts
+from tokasaurus.server.dialects import adapter_loads, messages, responses, sglang_rollouts, vllm_rollouts
 from tokasaurus.server.dialects.messages import MessagesErrorsMiddleware
 from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.engine_client.client import EngineClient
@@ -87,7 +88,7 @@ logger = logging.getLogger(__name__)
 
 SERVED_ROUTES = (generation, messages, responses, bulk, files, batch_routes, model_routes, health, pages)
 """Modules with a router, in the order of /openapi.json."""
-ROLLOUT_ROUTES = (vllm_rollouts, sglang_rollouts)
+ROLLOUT_ROUTES = (vllm_rollouts, sglang_rollouts, adapter_loads)
 """Served with rl=T."""
 
 # How long the requests that are open after draining have to end with an error.
@@ -124,6 +125,8 @@ def run_server(
     _listen(listener, config)
     started = time.perf_counter()
     model = load_served_model(config, checkpoint)
+    if twice := [name for name in config.lora or () if model.is_own(name)]:
+        raise FlagRefused(f"lora: {twice[0]!r} is a name of the model itself: the adapter needs another one")
     status.send(PhaseDone("server", "load tokenizer", time.perf_counter() - started))
     broken: list[Exception] = []
 

@@ -4,7 +4,7 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from fastapi import Request
@@ -59,7 +59,9 @@ class Endpoint(Generic[Body]):
 
     async def prepare(self, state: ServerState, body: Body, origin: Origin) -> Prepared:
         """The final requests of a body. Checks that cost nothing come first. Raises ApiError."""
+        adapter = state.adapter_for(body.model)
         limits = _checked_limits(state, body, origin)
+        origin = replace(origin, adapter=adapter)
 
         def draft_body() -> Draft:
             return self.draft(body, state.model, limits, origin)
@@ -70,9 +72,11 @@ class Endpoint(Generic[Body]):
         else:
             run = threads.run if self.renders_template else threads.run_short
             draft = await run(origin.num_bytes, draft_body)
-        if draft.grammar is None:
-            return draft.prepared
-        return draft.with_grammar(await state.grammars.check(draft.grammar))
+        prepared = draft.prepared
+        if draft.grammar is not None:
+            prepared = draft.with_grammar(await state.grammars.check(draft.grammar))
+        newest = state.adapter_for(body.model)  # another one may have the name by now
+        return prepared if newest is adapter else prepared.by(newest)
 
     async def answer(self, state: ServerState, body: Body, origin: Origin) -> Answer:
         """Prepare, generate and build. If the caller is cancelled, so is the request in the engine. Raises ApiError."""
@@ -166,7 +170,6 @@ class StreamedAnswer:
 
 
 def _checked_limits(state: ServerState, body: SamplingFields, origin: Origin) -> EngineLimits:
-    state.model.check_name(body.model)
     limits = state.ready_limits()
     state.engine.control.check_awake()
     if not origin.is_background:  # checked again at submission; this saves the work before it
@@ -190,7 +193,7 @@ def _check_stops(stops: Sequence[str], param: str, config: ServerConfig) -> None
 async def count_prompt_tokens(request: Request, form: Form, fields: FieldTable[Form]) -> int:
     """Tokens of the prompt that a body of another form of chat has. fields: of the chat body. Raises ApiError."""
     state = state_of(request)
-    state.model.check_name(form.model)
+    state.adapter_for(form.model)
     limits, max_chars = state.ready_limits(), state.config.max_tokenize_chars
 
     def count() -> int:

@@ -39,10 +39,13 @@ class PathMiddleware:
         """routes: paths of all routes."""
         self._app = app
         known = [path.split("/") for path in routes]
-        self._unversioned = {names[1] for names in known if names[1] != "v1"}
+        unversioned = {names[1] for names in known if names[1] != "v1"}
+        versioned = {names[2] for names in known if names[1] == "v1"}
+        # Names with and without /v1 are two routes, of two servers' clients.
+        self._unversioned = unversioned - versioned
         """First names of the paths without /v1."""
-        self._versioned = {names[2] for names in known if names[1] == "v1"} - self._unversioned
-        """First names of the others, after /v1."""
+        self._versioned = versioned - unversioned
+        """First names of the paths with it, after /v1."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -148,12 +151,6 @@ OTHER_SERVERS: tuple[tuple[str, str, str], ...] = (
 _FILES = "this server takes weights from files only: "
 TRAINERS: tuple[tuple[str, str, str, str], ...] = (
     (
-        "adapters",
-        "(v1/|skyrl/v1/)?(un)?load_lora_adapter(_from_tensors)?",
-        "this server serves no adapters: merge the adapter into the model's weights, ",
-        "which POST /update_weights then takes",
-    ),
-    (
         "weights through NCCL, CUDA IPC or a body",
         "(init_weights_update_group|destroy_weights_update_group|update_weights_from_(tensor|distributed|ipc)|"
         "(init_weights_send_group_for|send_weights_to)_remote_instance|pull_weights|(begin|end)_weight_update|"
@@ -177,7 +174,7 @@ ROLLOUTS = (
     "flush_cache|reset_prefix_cache|collective_rpc|finish_session|pause|resume|is_paused|sleep|wake_up|is_sleeping|"
     "pause_generation|continue_generation|abort_request|update_weights|update_weights_from_disk|"
     "init_weight_transfer_engine|(start|finish)_weight_update|(release|resume)_memory_occupation|health_generate|"
-    "v1/loads)"
+    "v1/loads|((skyrl/)?v1/)?load_lora_adapter|(v1/)?unload_lora_adapter|load_lora_adapter_from_tensors)"
 )
 """Regular expression of the paths of routes for roll-outs."""
 

@@ -59,8 +59,13 @@ class ServedModel:
         """Its name and its aliases."""
         return [name for name in dict.fromkeys((self.name, *self.model_aliases)) if name != ANY_NAME]
 
+    def is_own(self, name: str) -> bool:
+        """Whether it is the model's name, or one that is always accepted for it, so that no adapter may have it."""
+        return name in self._accepted_names
+
     def check_name(self, name: str | None) -> None:
-        """Raises ModelNotFound unless `name` is the served model's name or another that is accepted for it.
+        """Raises ModelNotFound unless `name` is the served model's name or another that is accepted for it. Those of
+        adapters are not: see ServerState.adapter_for.
 
         name: None or empty if a request names no model, which is this one."""
         if name and name not in self._accepted_names and ANY_NAME not in self.model_aliases:

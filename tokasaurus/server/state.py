@@ -7,6 +7,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokasaurus.config import ServerConfig
+from tokasaurus.messages.commands import NamedAdapter
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.answers import AnswerCounts
@@ -41,6 +42,14 @@ class ServerState:
             raise EngineNotReady("the model is still loading")
         self.engine.check_restart()
         return limits
+
+    def adapter_for(self, model: str | None) -> NamedAdapter | None:
+        """The adapter that a body with this model means, or None for the served model. Raises ModelNotFound."""
+        adapters = self.engine.control.adapters
+        if model and (named := adapters.find(model)) is not None:
+            return named
+        self.model.check_name(model)
+        return adapters.of_base
 
     def check_ready(self) -> None:
         """Raises what `ready_limits` raises, and EngineRestarting although requests would wait."""

@@ -41,6 +41,8 @@ ROUTES = {
     ("POST", "/update_weights_from_disk"),
     ("GET", "/v1/loads"),
     ("POST", "/wake_up"),
+    *(("POST", path) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
+    *(("POST", f"/{name}") for name in ("load_lora_adapter", "unload_lora_adapter", "load_lora_adapter_from_tensors")),
 }
 
 

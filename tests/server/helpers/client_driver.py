@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -27,11 +28,11 @@ def make_request(request_id: str, prompt_ids: list[int], num_sequences: int = 1)
     )
 
 
-def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[None]]) -> None:
+def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[None]], **options: Any) -> None:
     """Runs `use(client)` on uvloop, as the server does, once all engines are up; then asserts that the client has no
-    pending state. Stops the engines, also those that `use` adds."""
+    pending state. Stops the engines, also those that `use` adds. options: of the client."""
     ready = asyncio.Event()
-    client = EngineClient(hand_over(*engines), len(engines), ready.set)
+    client = EngineClient(hand_over(*engines), len(engines), ready.set, **options)
 
     async def main() -> None:
         with client.listening():

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from tests.helpers.flags import config_with
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.addresses import URL_OF_SOCKETS, bind, listening_at, socket_of, url_of
+from tokasaurus.messages.status import FIRST_SERVER, Predecessors
 from tokasaurus.server.access import allowed_hosts, read_api_keys
 from tokasaurus.server.app import HttpServer, create_app, http_config
 from tokasaurus.server.connections.table import ConnectionTable
@@ -80,11 +81,14 @@ def live_server(
     queue_limits: QueueLimits = NO_LIMITS,
     data_dir: Path | None = None,
     store: Store | None = None,
+    predecessors: Predecessors = FIRST_SERVER,
     **flags: Any,
 ) -> Iterator[LiveServer]:
     """data_dir, store: without either, the server has no files and batches. flags: of ServerConfig."""
     logged_model = model.name if flags.get("request_log") else None
-    client = EngineClient(hand_over(engine), queue_limits=queue_limits, logged_model=logged_model)
+    client = EngineClient(
+        hand_over(engine), queue_limits=queue_limits, logged_model=logged_model, predecessors=predecessors
+    )
     keys = read_api_keys(api_key, flags.get("api_keys_file"))
     hosts = flags.get("allowed_hosts")
     names = None if hosts is None else allowed_hosts("0.0.0.0", hosts)

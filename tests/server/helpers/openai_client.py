@@ -16,7 +16,7 @@ def sync_client(server: LiveServer) -> openai.OpenAI:
 
 
 OUR_FIELDS = {
-    "Model": {"max_model_len", "root"},
+    "Model": {"max_model_len", "root", "parent"},
     "Response": {"store"},  # which OpenAI's answers have, and its types have not
     "PromptTokensDetails": {"computed_tokens", "shared_tokens", "recomputed_tokens"},
 }

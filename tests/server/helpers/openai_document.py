@@ -155,7 +155,7 @@ _UNIONS = {
 }
 
 EXTENSIONS: Mapping[str, set[str]] = {
-    "Model": {"max_model_len", "root"},
+    "Model": {"max_model_len", "root", "parent"},
     "PromptTokensDetails": {"computed_tokens", "shared_tokens", "recomputed_tokens"},
     "ChatCompletionResponseMessage": {"reasoning_content", "reasoning"},
     "ChatDelta": {"reasoning_content", "reasoning"},

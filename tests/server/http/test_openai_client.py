@@ -180,6 +180,7 @@ def test_generation_answers_503_until_the_engine_is_ready(served_model: ServedMo
             "toka_engine_restarts_total": 0,
             "toka_server_restarts_total": 0,
             "toka_replicas_up": 0,
+            "toka_adapters_loaded": 0,
         }, "none of the engine"
         engine.start()
         wait_until_ready(server.http)

@@ -820,7 +820,7 @@ class MessageEvents(BlockEvents):
     def _message(self, content: list[ContentBlock]) -> dict[str, Any]:
         answer = MessageObject(
             id=self._prepared.response_id,
-            model=self._model.name,
+            model=self._prepared.adapter_name or self._model.name,
             content=content,
             stop_reason=self._stop_reason(),
             stop_sequence=None if self.finish_reason is None else self.stop_string,

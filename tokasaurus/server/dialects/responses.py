@@ -772,7 +772,7 @@ class ResponseEvents(BlockEvents):
         answer = ResponseObject(
             id=self._prepared.response_id,
             created_at=self._created,
-            model=self._model.name,
+            model=self._prepared.adapter_name or self._model.name,
             status=status,
             output=list(self._items),
             usage=_usage(self.usage) if is_over else None,

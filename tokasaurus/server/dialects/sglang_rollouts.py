@@ -96,7 +96,8 @@ class TextSampling(SamplingNumbers):
 class GenerateRequest(StrictObject):
     """One prompt: either text or input_ids.
 
-    rid: a name for /abort_request, returned as meta_info.id; null draws one. session_id: as the header X-Session-ID.
+    lora_path: the name of an adapter, in place of model. rid: a name for /abort_request, returned as meta_info.id; null
+    draws one. session_id: as the header X-Session-ID.
     return_logprob: of each sampled token; with logprob_start_len also of the prompt's tokens from there on, -1: of
     none. top_logprobs_num: and this many most likely tokens. return_text_in_logprobs: with the tokens' texts.
     return_prompt_token_ids: also return the prompt's tokens. return_routed_experts: meta_info.routed_experts has the
@@ -111,6 +112,7 @@ class GenerateRequest(StrictObject):
     input_ids: InputIds = None
     sampling_params: Annotated[TextSampling, NullMeans(TextSampling())] = Field(default_factory=TextSampling)
     model: str | None = None
+    lora_path: Text | None = None
     rid: Text | None = None
     session_id: str | None = None
     return_logprob: Annotated[bool, NullMeans(False)] = False
@@ -129,7 +131,6 @@ class GenerateRequest(StrictObject):
 
     priority: Annotated[Any, Only(None, 0)] = None
     extra_key: Annotated[Any, Only(None, "")] = None
-    lora_path: Annotated[Any, Only(None)] = None
     image_data: Annotated[Any, Only(None, [])] = None
     video_data: Annotated[Any, Only(None, [])] = None
     audio_data: Annotated[Any, Only(None, [])] = None
@@ -149,12 +150,14 @@ class GenerateRequest(StrictObject):
 # Preparation
 def _fields(body: GenerateRequest) -> FieldTable[GenerateRequest]:
     """Fields of the completions body that `body` becomes."""
-    return _FIELDS_OF_TEXT if body.input_ids is None else _FIELDS_OF_TOKENS
+    return _FIELDS[
+        "text" if body.input_ids is None else "input_ids", "model" if body.lora_path is None else "lora_path"
+    ]
 
 
-_FIELDS_OF_TEXT, _FIELDS_OF_TOKENS = (
-    FieldTable[GenerateRequest](
-        model="model",
+_FIELDS = {
+    (prompt, model): FieldTable[GenerateRequest](
+        model=model,
         prompt=(prompt, lambda body: [body.input_ids if body.text is None else body.text]),
         cache_salt="cache_salt",
         stream="stream",
@@ -177,7 +180,8 @@ _FIELDS_OF_TEXT, _FIELDS_OF_TOKENS = (
         ),
     )
     for prompt in ("text", "input_ids")
-)
+    for model in ("model", "lora_path")
+}
 
 
 def _asked_tokens(sampling: TextSampling) -> int | None:
@@ -189,6 +193,8 @@ def completion_of_generate(body: GenerateRequest) -> CompletionRequest:
     """Validated already, as `body` is. Raises InvalidRequest."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("just one of text and input_ids is needed", "input_ids")
+    if body.lora_path is not None and body.model not in (None, "", body.lora_path):
+        raise InvalidRequest("model and lora_path: only one of them may be given", "lora_path")
     if not body.return_logprob:
         for name, neutral in (("logprob_start_len", -1), ("top_logprobs_num", 0), ("return_text_in_logprobs", False)):
             if getattr(body, name) != neutral:
@@ -379,7 +385,8 @@ class AbortRequest(OptionalObject):
 
 
 class UpdateFromDiskRequest(StrictObject):
-    """model_path: a directory on the server's machine with safetensors files of all of the model's tensors.
+    """model_path: a directory on the server's machine with safetensors files of all of the model's tensors, or an
+    adapter's files.
 
     weight_version: a name for the weights; null counts on from the last number. abort_all_requests: end running
     requests by "abort" first; by default they are waited for, unless the engine is paused. flush_cache: forget the KV

@@ -52,7 +52,7 @@ from tokasaurus.server.respond.whole import build_usage, write_prompt_logprobs
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, num_body_bytes, ready_state_of, state_of
 from tokasaurus.server.value_words import MAX_ECHO_CHARS
-from tokasaurus.workers import num_replicas, num_workers
+from tokasaurus.workers import num_adapters, num_replicas, num_workers
 
 
 # Tokens: body
@@ -212,7 +212,7 @@ def build_tokens_answer(
     ]
     return TokensAnswer(
         request_id=prepared.response_id if body.request_id is None else body.request_id,
-        model=model.name,
+        model=prepared.adapter_name or model.name,
         created=int(time.time()),
         choices=choices,
         prompt_logprobs=write_prompt_logprobs(0, prepared, row[0].prompt_logprobs, model),
@@ -258,7 +258,8 @@ class _NoNccl(StrictObject):
 
 
 class WeightsUpdate(_NoNccl):
-    """weight_dir: a directory on the server's machine with safetensors files of the model's tensors.
+    """weight_dir: a directory on the server's machine with safetensors files of the model's tensors, or an
+    adapter's files.
 
     version: a name for the weights; null counts on from the last number. partial: tensors may be missing, and stay as
     they are. mode: what becomes of running requests, unless the engine is paused already, as for /pause. clear_cache:
@@ -574,8 +575,11 @@ async def server_info(request: Request, config_format: Literal["json"] | None = 
         "pipeline_parallel_size": config.pp_size,
         "data_parallel_size": num_replicas(config),
     }
-    absent = {"lora_config": None, "weight_transfer_config": None}  # no adapters, and no transfers but by files
-    return JSONResponse({"vllm_config": {"model_config": model, "parallel_config": parallel, **absent}})
+    adapters = None
+    if not limits.no_adapters:
+        adapters = {"max_lora_rank": config.max_lora_rank, "max_loras": num_adapters(config)}
+    others = {"lora_config": adapters, "weight_transfer_config": None}  # no transfers but by files
+    return JSONResponse({"vllm_config": {"model_config": model, "parallel_config": parallel, **others}})
 
 
 def _world_size(state: ServerState, include_dp: bool) -> int:

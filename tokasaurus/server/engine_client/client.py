@@ -38,6 +38,7 @@ from tokasaurus.messages.status import (
 from tokasaurus.monitoring.request_log import LoggedRequest
 from tokasaurus.monitoring.request_metrics import EndReason, RequestMetrics
 from tokasaurus.monitoring.request_spans import current_span
+from tokasaurus.server.engine_client.adapters import adapter_named_by
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
 from tokasaurus.server.engine_client.commands import Commands, ReplicaLost
 from tokasaurus.server.engine_client.control import CheckUpdate, EngineControl, states_alone
@@ -429,13 +430,16 @@ class EngineClient:
 
     @asynccontextmanager
     async def _submitted(self, requests: Sequence[GenerateRequest], collector: Collector) -> AsyncIterator[None]:
-        """Runs the requests within the context, a part of them at a time. Raises as `check_queue`."""
+        """Runs the requests within the context, a part of them at a time. Raises as `check_queue`, and ModelNotFound if
+        their adapter was unloaded long ago."""
         num_sequences = sum(request.num_sequences for request in requests)
         num_tokens = sum(len(request.prompt_ids) for request in requests)
         if requests[0].is_background:
             self._work.check_size(num_sequences, num_tokens)
         else:
             self.check_queue(requests[0].client, num_sequences, num_tokens)
+        self.control.adapters.begin_call(requests)
+        if not requests[0].is_background:
             self._work.add(requests[0].client, len(requests), num_sequences, num_tokens)  # before other bodies' checks
         submitted: deque[PendingRequest] = deque()
         error: BaseException | None = None
@@ -447,7 +451,7 @@ class EngineClient:
             job.begin_line()
         try:
             for index, request in enumerate(requests):
-                logged = None if self._logged_model is None else LoggedRequest(request, self._logged_model)
+                logged = None if self._logged_model is None else LoggedRequest(request, self._name_in_log(request))
                 submitted.append(PendingRequest(request, collector, index, span=span, logged=logged, job=job))
                 if span is not None:
                     span.note_request(request)
@@ -466,8 +470,13 @@ class EngineClient:
                 self._work.remove(request, request.num_sequences)
                 self._metrics_of(None).note_broken_request(request, request.num_sequences, "cancelled")
                 if self._logged_model is not None:
-                    LoggedRequest(request, self._logged_model).write(request.num_sequences, "cancelled", 0)
-            self._remove_all(submitted)
+                    LoggedRequest(request, self._name_in_log(request)).write(request.num_sequences, "cancelled", 0)
+            self._remove_all(submitted, requests[0].adapter)
+
+    def _name_in_log(self, request: GenerateRequest) -> str:
+        """The name of the model, or of an adapter that the request has named."""
+        assert self._logged_model is not None, "requests are logged"
+        return adapter_named_by(request) or self._logged_model
 
     def _note_call_end(
         self, requests: Sequence[GenerateRequest], submitted: Collection[PendingRequest], error: BaseException | None
@@ -483,12 +492,15 @@ class EngineClient:
             sum(max(0, pending.num_received_tokens) for pending in submitted),
         )
 
-    def _remove_all(self, submitted: deque[PendingRequest]) -> None:
-        """Remove the requests, the first at once. Not with `await`, which a second cancellation would end."""
+    def _remove_all(self, submitted: deque[PendingRequest], adapter: str) -> None:
+        """Remove the requests of a call, the first at once. Not with `await`, which a second cancellation would end.
+        adapter: their adapter's digest."""
         for _ in range(min(MAX_AT_ONCE, len(submitted))):
             self._remove(submitted.popleft())
         if submitted:
-            asyncio.get_running_loop().call_soon(self._remove_all, submitted)
+            asyncio.get_running_loop().call_soon(self._remove_all, submitted, adapter)
+        else:
+            self.control.adapters.end_call(adapter)
 
     def _add(self, pending: PendingRequest) -> None:
         request_id = pending.request.request_id
@@ -668,7 +680,8 @@ class EngineClient:
             if not is_left or pending.has_failed or pending.num_unfinished == 0:
                 continue
             for index in range(request.num_sequences):
-                delta = _abort_without_tokens(request, index, self.control.weight_version)
+                version = request.adapter_version or self.control.weight_version
+                delta = _abort_without_tokens(request, index, version)
                 pending.collector.add(pending.index, delta)
                 self._note_end(pending, delta, None)
                 self._work.finish_sequence(request)

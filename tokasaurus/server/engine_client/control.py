@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from tokasaurus.checkpoint import CheckpointError, file_states, update_files
 from tokasaurus.messages.commands import (
+    BASE_NAME,
     FIRST_VERSION,
     ClearCache,
     FileState,
@@ -23,7 +24,8 @@ from tokasaurus.messages.commands import (
     add_update,
 )
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.status import Predecessors, Ready, UserError, first_line
+from tokasaurus.messages.status import FlagRefused, Predecessors, Ready, UserError, first_line
+from tokasaurus.server.engine_client.adapters import AdapterRefused, Adapters, is_only_an_adapter
 from tokasaurus.server.engine_client.commands import CommandRefused, Commands, ReplicaLost
 from tokasaurus.server.engine_client.pending import PendingRequest
 from tokasaurus.server.engine_client.replicas import Replica
@@ -144,6 +146,14 @@ class EngineControl:
         self._tasks: set[asyncio.Future[None]] = set()
         self._named: dict[str, list[str]] = {}
         """Ids of requests in the engine, by the names that clients have given them."""
+        self.adapters = Adapters(
+            commands,
+            self._changing,
+            predecessors.adapters_directory,
+            predecessors.held.adapters,
+            self._note_adapters,
+            self._wait_until_up,
+        )
 
     @property
     def is_paused(self) -> bool:
@@ -253,6 +263,10 @@ class EngineControl:
         between, it was not asked."""
         self._tell_held(self.held)
 
+    def _note_adapters(self) -> None:
+        self.held = replace(self.held, adapters=self.adapters.named)
+        self._note_held()
+
     async def clear_cache(self, recomputes: bool = False) -> None:
         """Forget the KV of all prompts. recomputes: also while sequences run, which compute theirs again and go on;
         else that raises Conflict."""
@@ -292,7 +306,10 @@ class EngineControl:
 
     @property
     def weight_version(self) -> str:
-        """Version of the weights that every replica has, or will have when it is up."""
+        """Version of the weights that every replica has, or will have when it is up: for requests that name no
+        adapter."""
+        if self.adapters.of_base is not None:
+            return self.adapters.of_base.version
         return self._updates[-1].version if self._updates else FIRST_VERSION
 
     @property
@@ -335,9 +352,14 @@ class EngineControl:
         """Give all replicas the weights of safetensors files. An engine that is not paused is for the while.
 
         version: a name for the weights; None is that of the started update, or counts on from the last number. Returns
-        it. param: the body's field with the directory. Raises InvalidRequest if nothing was changed, and EngineDied."""
+        it. param: the body's field with the directory. Raises InvalidRequest if nothing was changed, and EngineDied.
+
+        An adapter in place of weights is what later requests for the model get, until the next update; what runs is
+        ended by "abort", or goes on as it is."""
         if version is None and self.held.started_update is not None:
             version = self.held.started_update.version
+        if await asyncio.to_thread(is_only_an_adapter, directory):
+            return await self._put_before_base(directory, version, is_partial, mode, param)
         try:
             return await self._update(directory, version, is_partial, clears_cache, mode)
         except CommandRefused as error:
@@ -367,6 +389,7 @@ class EngineControl:
                 self._begun_update = update
                 for _ in range(MAX_TRIES):
                     if await self._update_all(update):
+                        self.adapters.unload(BASE_NAME)
                         return name
                     await self._wait_until_up()
                 raise EngineDied("the engine died while it was given new weights")
@@ -374,6 +397,21 @@ class EngineControl:
                 self._begun_update = None
                 if not was_paused:
                     await self._resume()
+
+    async def _put_before_base(
+        self, directory: str, version: str | None, is_partial: bool, mode: PauseMode, param: str
+    ) -> str:
+        """As `update`, of an adapter."""
+        if is_partial:
+            raise InvalidRequest(f"{param}: an adapter is no part of the model's weights", param)
+
+        def name() -> str:
+            return next_version(self.weight_version) if version is None else version
+
+        adapter = await self.adapters.load(BASE_NAME, directory, replaces=True, version=name, param=param)
+        if mode == "abort":
+            await self._requests.abort(lambda request: request.adapter_version != adapter.version)
+        return adapter.version
 
     async def _update_all(self, update: UpdateWeights) -> bool:
         """False if every replica was lost. Raises CommandRefused if none has changed anything."""
@@ -427,37 +465,46 @@ class EngineControl:
                 if other is not replica:
                     self._begin_catching_up(other)
         self._unheard.discard(replica.index)
-        if replica.update_number < self._update_number:
-            self._begin_catching_up(replica)
-            return
-        if self.is_paused:
-            replica.send(Pause(0, aborts=False))
-        elif ready.is_paused:
-            replica.send(Wake(0))
-            replica.send(Resume(0))
-        self._go_on_with(replica)
+        if replica.update_number < self._update_number or self.adapters.has_work:
+            self._begin_catching_up(replica, ready.is_paused)
+        else:
+            self._go_on_with(replica, ready.is_paused)
 
-    def _begin_catching_up(self, replica: Replica) -> None:
-        replica.is_ready = False  # until it has the weights of the others
-        task = asyncio.ensure_future(self._catch_up(replica))
+    def _begin_catching_up(self, replica: Replica, was_paused: bool = False) -> None:
+        replica.is_ready = False  # until it has the weights and adapters of the others
+        task = asyncio.ensure_future(self._catch_up(replica, was_paused))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _catch_up(self, replica: Replica) -> None:
-        """Give a replica, which is up and not ready, the weights that the others got while it was being started."""
+    async def _catch_up(self, replica: Replica, was_paused: bool) -> None:
+        """Give a replica, which is up and not ready, the weights and adapters that the others got while it was being
+        started. was_paused: by a server that has died."""
+        has = self.adapters.of_dead_servers()
         try:
-            while missing := [update for update in self._updates if update.number > replica.update_number]:
-                await self._update_one(replica, missing[0])
+            while True:  # more may come meanwhile
+                missing = [update for update in self._updates if update.number > replica.update_number]
+                if missing:
+                    await self._update_one(replica, missing[0])
+                    was_paused = True
+                elif not await self.adapters.bring_next(replica, has):
+                    break
         except ReplicaLost:
+            return
+        except AdapterRefused as error:
+            self._on_broken(FlagRefused(str(error)) if replica.num_starts == 1 else UserError(str(error)))
             return
         except CommandRefused as error:
             self._on_broken(UserError(f"a replica cannot get the weights {self.weight_version}: {error}"))
             return
-        if not self.is_paused:
-            replica.send(Resume(0))
-        self._go_on_with(replica)
+        self._go_on_with(replica, was_paused)
 
-    def _go_on_with(self, replica: Replica) -> None:
+    def _go_on_with(self, replica: Replica, was_paused: bool) -> None:
+        """was_paused: its manager may be paused, or asleep."""
+        if self.is_paused:
+            replica.send(Pause(0, aborts=False))
+        elif was_paused:
+            replica.send(Wake(0))
+            replica.send(Resume(0))
         if self.held.sleep is not None:
             replica.send(self.held.sleep)
         self._requests.go_on_with(replica)

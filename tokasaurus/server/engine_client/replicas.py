@@ -193,7 +193,7 @@ def choose_replica(replicas: Sequence[Replica], request: GenerateRequest) -> Rep
     """
     if len(replicas) == 1:
         return replicas[0]  # hashing would be useless
-    prefixes = hash_prefixes(request.prompt_ids, request.cache_salt)
+    prefixes = hash_prefixes(request.prompt_ids, f"{request.adapter}:{request.cache_salt}")
     prompt = RoutedPrompt(len(request.prompt_ids), prefixes, request.session)
     replica = min(replicas, key=lambda one: prompt.cost(one.prefixes, one.num_unfinished_sequences))
     prompt.add_to(replica.prefixes)

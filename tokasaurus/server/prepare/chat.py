@@ -140,6 +140,7 @@ def draft_chat(
         content_start=_echoed(body),
         keeps_stop=body.include_stop_str_in_output or body.no_stop_trim,
         reasoning=reasoning,
+        adapter_name="" if origin.adapter is None else origin.adapter.name,
     )
     return Draft(prepared, tool_use.grammar)
 

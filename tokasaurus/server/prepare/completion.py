@@ -110,6 +110,7 @@ def draft_completion(
         keeps_stop=body.include_stop_str_in_output or body.no_stop_trim,
         num_top_prompt_logprobs=num_prompt_top,
         experts_from=experts_from,
+        adapter_name="" if origin.adapter is None else origin.adapter.name,
     )
     return Draft(prepared, grammar)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tokasaurus.messages.commands import NamedAdapter
 from tokasaurus.messages.generation import GenerateRequest, TokenFilter
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import EngineLimits, SequenceLimit
@@ -76,6 +77,8 @@ class Origin:
     """See GenerateRequest."""
     key_salt: str = field(default_factory=key_salt)
     """No other key's requests share cached prompts with its own, whatever salt its body has; "" shares them."""
+    adapter: NamedAdapter | None = None
+    """What its model means; None for the served model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,19 @@ class Prepared:
     """The text keeps the stop string, or the token, that ended it."""
     reasoning: ReasoningRules | None = None
     """How the answer's reasoning is found and shown; None if the model has none, and for completions."""
+    adapter_name: str = ""
+    """Name of the adapter that answers, which the answer tells as its model; "" if the served model does."""
+
+    def by(self, adapter: NamedAdapter | None) -> "Prepared":
+        """The same, answered by another adapter, or by none."""
+        digest, version = _identity(adapter)
+        requests = [replace(request, adapter=digest, adapter_version=version) for request in self.requests]
+        return replace(self, requests=requests, adapter_name="" if adapter is None else adapter.name)
+
+
+def _identity(adapter: NamedAdapter | None) -> tuple[str, str]:
+    """GenerateRequest's adapter and adapter_version."""
+    return ("", "") if adapter is None else (adapter.digest, adapter.version)
 
 
 def num_prompt_values(prepared: Prepared) -> int:
@@ -317,6 +333,7 @@ def make_requests(
     if body.min_tokens > fewest:
         raise InvalidRequest(f"min_tokens is {body.min_tokens}: it may be at most {fewest}", "min_tokens")
     sampling, filtered = _sampling(body, model), token_filter(body, model)
+    adapter, adapter_version = _identity(origin.adapter)
     is_unique = body.request_id is None and body.rid is None
     unique_id = response_id if is_unique else f"{response_id}-{random_id()}"
     return [
@@ -348,6 +365,8 @@ def make_requests(
             shows_special=not body.skip_special_tokens,
             session=origin.session,
             arrived_s=origin.arrived_s,
+            adapter=adapter,
+            adapter_version=adapter_version,
         )
         for index, (prompt_ids, max_new_tokens) in enumerate(prompts)
     ]

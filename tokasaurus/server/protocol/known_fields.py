@@ -243,7 +243,7 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
     "stream_interval": KnownField(_VLLM, instead="chunks are as long as the engine's steps make them"),
     "session_id": KnownField(_BOTH_ENGINES, instead="the header X-Session-ID names a session, with rl=T"),
     "session_params": KnownField(_SGLANG, (None, {})),
-    "lora_path": KnownField(_SGLANG, instead="adapters are not served"),
+    "lora_path": KnownField(_SGLANG, instead="model names an adapter"),
     "kv_transfer_params": KnownField(_VLLM, (None, {}), instead="prefill and decode are in one process"),
     "ec_transfer_params": KnownField(_VLLM, (None, {}), instead=_NO_MEDIA),
     "vllm_xargs": KnownField(_VLLM, (None, {}), instead="they are for extensions of vLLM"),
@@ -280,7 +280,7 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
     "return_full_text": KnownField(_TGI, (None, False), instead="echo is its name here"),
     "top_n_tokens": KnownField(_TGI, (None, 0), instead="logprobs and top_logprobs are its names here"),
     "truncate": KnownField(_TGI, instead="truncate_prompt_tokens is its name here"),
-    "adapter_id": KnownField(_TGI, (None, ""), instead="adapters are not served"),
+    "adapter_id": KnownField(_TGI, (None, ""), instead="model names an adapter"),
     "tool_prompt": KnownField(_TGI, endpoints=CHAT, instead="the chat template describes the tools"),
     "guideline": KnownField(_TGI, endpoints=CHAT, instead="write it into a message"),
     "cache_prompt": KnownField(_LLAMA, (None, True), instead="a cache_salt of its own keeps a request from the cache"),
@@ -304,7 +304,7 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
     "return_progress": KnownField(_LLAMA, (None, False)),
     "return_tokens": KnownField(_LLAMA, (None, False), instead="return_token_ids is its name here"),
     "response_fields": KnownField(_LLAMA, (None, [])),
-    "lora": KnownField(_LLAMA, (None, []), instead="adapters are not served"),
+    "lora": KnownField(_LLAMA, (None, []), instead="model names an adapter"),
 }
 
 

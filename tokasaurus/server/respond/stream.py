@@ -92,7 +92,7 @@ class AnswerStream(AnswerEvents):
             "id": prepared.response_id,
             "object": self.object_name,
             "created": int(time.time()),
-            "model": model.name,
+            "model": prepared.adapter_name or model.name,
             "system_fingerprint": model.system_fingerprint,
         }
         # By request index and sequence index, from the first delta to the last: one body may have 65,536 sequences.

@@ -1,14 +1,16 @@
 """GET /v1/models, POST /tokenize, POST /detokenize, GET /tokenizer_info: the served model and its tokenizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from tokasaurus.messages.commands import NamedAdapter
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.json_body import JsonBodyRoute
 from tokasaurus.server.openapi import BODY_ERRORS, answers, example_body
+from tokasaurus.server.paths import squeeze_slashes
 from tokasaurus.server.prepare.chat import check_names, encode_messages, template_of
 from tokasaurus.server.protocol.chat import ChatMessage, TemplateFields
 from tokasaurus.server.protocol.fields import NullMeans, StrictObject
@@ -23,7 +25,8 @@ class ModelObject:
     """created: start of the server, as Unix time in seconds.
 
     max_model_len: most tokens of a request's prompt and completion together on this server, by the model, the KV cache
-    or a flag; null while the model is loading. root: the checkpoint that all names in the list stand for.
+    or a flag; null while the model is loading. root: the checkpoint that the name stands for; of an adapter, its
+    directory when it was loaded. parent: of an adapter, the served model.
     """
 
     id: str
@@ -32,6 +35,7 @@ class ModelObject:
     root: str
     object: Literal["model"] = "model"
     owned_by: str = "tokasaurus"
+    parent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +86,29 @@ router = APIRouter(route_class=JsonBodyRoute)
 
 @router.get("/v1/models", tags=["models"], responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
-    """The served model, once under each of its names; its own name comes first."""
+    """The served model, once under each of its names, then all adapters; its own name comes first."""
     state = state_of(request)
-    return _json(write_json(ModelList([_model_object(state, name) for name in state.model.listed_names])))
+    models = [_model_object(state, name) for name in state.model.listed_names]
+    return _json(write_json(ModelList([*models, *(_adapter_object(state, one) for one in _adapters(state))])))
 
 
 # a path, since names such as org/name contain slashes
 @router.get("/v1/models/{name:path}", tags=["models"], responses=answers(ModelObject, 404))
 async def retrieve_model(request: Request, name: str) -> Response:
-    """The model with this name; "default" and the flag model= are other names of the served model."""
+    """The model or adapter with this name; "default" and the flag model= are other names of the served model."""
     state = state_of(request)
+    adapter = next((one for one in _adapters(state) if squeeze_slashes(f"/{one.name}") == f"/{name}"), None)
+    if adapter is not None:
+        return _json(write_json(_adapter_object(state, adapter)))
     return _json(write_json(_model_object(state, state.model.name_in_path(name))))
+
+
+def _adapters(state: ServerState) -> list[NamedAdapter]:
+    return [adapter for adapter in state.engine.control.adapters.named if adapter.name]
+
+
+def _adapter_object(state: ServerState, adapter: NamedAdapter) -> ModelObject:
+    return replace(_model_object(state, adapter.name), root=adapter.source, parent=state.model.name)
 
 
 def _model_object(state: ServerState, name: str) -> ModelObject:
@@ -110,7 +126,7 @@ def _model_object(state: ServerState, name: str) -> ModelObject:
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids of a prompt, or of messages formatted with the model's chat template."""
     state = state_of(request)
-    state.model.check_name(body.model)
+    state.adapter_for(body.model)
     limits = state.ready_limits()
     size = num_body_bytes(request)
     run = state.text_threads.run_apart if body.chat_template else state.text_threads.run
@@ -127,7 +143,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids, including the names of special tokens."""
     state = state_of(request)
-    state.model.check_name(body.model)
+    state.adapter_for(body.model)
     if len(body.tokens) > state.config.max_tokenize_chars:
         raise InvalidRequest(
             f"tokens has {len(body.tokens)} token ids: there may be at most {state.config.max_tokenize_chars}",
