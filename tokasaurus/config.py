@@ -184,6 +184,12 @@ class ServerConfig(FlagConfig):
     pp_size: int = count(1, "pipeline stages of a replica")
     tp_size: int = count(1, "devices that share each layer of a stage (tensor parallel)")
     pp_num_buffer_stages: int = count(1, "microbatches in flight in addition to one per pipeline stage", minimum=0)
+    ep: bool = flag(
+        False,
+        "tensor-parallel ranks have whole experts each, as they do by themselves where the experts' width, or blocks "
+        "of quantised weights, cannot be divided",
+        rules=(needs("tp_size", minimum=2),),
+    )
     async_tp_threshold: int | None = count(
         None,
         "tokens per forward from which tensor parallelism overlaps its communication with gemms; needs "

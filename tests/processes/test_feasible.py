@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_model import save_tiny_model
-from tokasaurus.checkpoint import ModelInfo
+from tests.helpers.tiny_model import option_config, save_tiny_model
+from tokasaurus.checkpoint import ModelInfo, read_model_info
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused
@@ -86,6 +86,18 @@ def test_devices_that_suffice(words: str) -> None:
     for found in (CudaDevices(4, GIB), CudaDevices(0, 0), None):
         check_devices(config, found)
     check_devices(ServerConfig.parse(["device=cuda"]), None)  # not known here: the worker finds out
+
+
+def test_experts_that_cannot_be_divided(tmp_path: Path, info: ModelInfo) -> None:
+    """By their number, or by their width as well."""
+    cases = {
+        "tp_size=4 ep=T": (6, 32, "experts (6) cannot be divided among tp_size=4; tp_size may be 1, 2, and pp_size at"),
+        "tp_size=4": (6, 30, "intermediate_size (30) cannot be divided among tp_size=4; tp_size may be 1, 2, and pp_"),
+    }
+    for words, (num_experts, width, line) in cases.items():
+        option_config("qwen3_moe", 0, num_experts=num_experts, moe_intermediate_size=width).save_pretrained(tmp_path)
+        assert refused(f"device=cpu {words}", None, read_model_info(tmp_path)).startswith(line)
+    assert refused("device=cpu tp_size=3 ep=T", None, info) == "ep=T: the model has no experts"
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ class ModelInfo:
     """The stored tensor that is the embedding: HEAD where the two are tied and only the LM head is stored."""
     stacks_experts: bool = False
     """Whether the weights of a layer's experts are stored together, as in StoredTensors.stack."""
+    expert_block: int = 1
+    """Inputs of an expert's last layer that are quantised together."""
     quantization: Quantization | None = None
     """How weights in safetensors files are quantised; None: they are plain numbers. GGUF files say so themselves."""
     of_class: "ClassFacts | None" = None

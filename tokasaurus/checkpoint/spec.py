@@ -91,8 +91,7 @@ class MLPSpec:
     gate_limits: GateLimits | None = None
     """Of gates, in place of an activation; None: there is one."""
 
-    @property
-    def widths(self) -> tuple[int, ...]:
+    def widths(self, _has_whole_experts: bool = False) -> tuple[int, ...]:
         """What tensor-parallel ranks divide."""
         return (self.width,)
 
@@ -155,10 +154,10 @@ class ExpertsSpec:
     has_shared_gate: bool = False
     """The shared one's output is multiplied by the sigmoid of a linear layer's."""
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """What tensor-parallel ranks divide."""
-        return (*self.expert.widths, *(() if self.shared is None else self.shared.widths))
+    def widths(self, has_whole_experts: bool = False) -> tuple[int, ...]:
+        """What tensor-parallel ranks divide. has_whole_experts: each has some of the experts."""
+        parts = (None if has_whole_experts else self.expert, self.shared)
+        return tuple(part.width for part in parts if part is not None)
 
     @property
     def num_rows(self) -> int:

@@ -14,17 +14,18 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from tokasaurus.checkpoint.families import FAMILIES
+from tokasaurus.checkpoint.gguf.header import TYPES
 from tokasaurus.checkpoint.gguf.model import is_gguf, read_model
 from tokasaurus.checkpoint.gguf.pointer import POINTER_NAME, read_pointer
 from tokasaurus.checkpoint.info import EMBEDDING, HEAD, ModelInfo
 from tokasaurus.checkpoint.json_files import CheckpointError, parse_json, read_json, unreadable
 from tokasaurus.checkpoint.quantized.config import Quantization
-from tokasaurus.checkpoint.quantized.tensors import join_tensors
+from tokasaurus.checkpoint.quantized.tensors import QuantizedTensor, join_tensors
 from tokasaurus.checkpoint.spec import ROUTER, ExpertsSpec, LayerSpec
 from tokasaurus.checkpoint.stored_tensors import StoredTensor
 from tokasaurus.messages.commands import FileState
@@ -292,6 +293,21 @@ def stacks_experts(info: ModelInfo, names: Iterable[str]) -> bool | None:
     return False if any(map(_OF_AN_EXPERT.search, names)) else None
 
 
+def _expert_block(info: ModelInfo, tensors: Mapping[str, StoredTensor]) -> int:
+    """As of ModelInfo."""
+    stored, sizes = FAMILIES[info.family].stored, {1}
+    name = f"{stored.name('mlp.experts.0.down_proj')}.weight"
+    if info.stacks_experts and stored.stack is not None:
+        name = stored.stack.down
+    for index, layer in enumerate(info.spec.layers):
+        tensor = tensors.get(f"model.layers.{index}.{name}")
+        if isinstance(tensor, QuantizedTensor) and isinstance(layer.mlp, ExpertsSpec) and tensor.num_groups > 1:
+            sizes.add(layer.mlp.expert.width // tensor.num_groups)
+        elif tensor is not None and tensor.dtype in TYPES:
+            sizes.add(TYPES[tensor.dtype].block_elements)
+    return lcm(*sizes)
+
+
 def fit_to_tensors(
     info: ModelInfo, files: Sequence[Path], on_phase: Callable[[str], None] = lambda _: None
 ) -> ModelInfo:
@@ -305,6 +321,7 @@ def fit_to_tensors(
     if not info.is_native:
         return info
     info = replace(info, stacks_experts=bool(stacks_experts(info, tensors)))
+    info = replace(info, expert_block=_expert_block(info, tensors))
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
     if info.tie_embeddings and head is not None:
         if embedding is None:

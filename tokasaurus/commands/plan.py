@@ -38,6 +38,7 @@ _OF_SERVER = (
         "model_impl",
         "kv_cache_dtype",
         "tp_size",
+        "ep",
         "pp_size",
         "symmetric_all_reduce",
         "page_size",

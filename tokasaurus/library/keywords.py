@@ -56,6 +56,9 @@ class EngineFlags(TypedDict, total=False):
     """Devices that share each layer of a stage (tensor parallel)."""
     pp_num_buffer_stages: int
     """Microbatches in flight in addition to one per pipeline stage."""
+    ep: bool
+    """Tensor-parallel ranks have whole experts each, as they do by themselves where the experts' width, or blocks of
+    quantised weights, cannot be divided."""
     async_tp_threshold: int | None
     """Tokens per forward from which tensor parallelism overlaps its communication with gemms; needs torch_compile=T,
     tp_size= of 2 or more, and GPUs joined by NVLink."""

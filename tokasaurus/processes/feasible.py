@@ -54,11 +54,11 @@ def check_model(config: ServerConfig, info: ModelInfo, found: CudaDevices | None
     """Raises FlagRefused if the model cannot be divided as the flags say, or if what they ask for exceeds the memory.
 
     found: as of check_devices."""
-    mesh = Mesh(pp_size=config.pp_size, tp_size=config.tp_size)
+    mesh = Mesh(pp_size=config.pp_size, tp_size=config.tp_size, whole_experts=config.ep)
     try:
         mesh.check(info)
     except ValueError as error:
-        raise FlagRefused(f"{error}{_sizes_that_fit(info)}") from None
+        raise FlagRefused(f"{error}{_sizes_that_fit(info, config.ep)}") from None
     is_on_cpu = computes_on_cpu(config, found)
     if is_on_cpu:
         # All workers share the memory.
@@ -110,17 +110,17 @@ def _least_bytes(config: ServerConfig, info: ModelInfo) -> list[tuple[str, int, 
     ]
 
 
-def _sizes_that_fit(info: ModelInfo) -> str:
+def _sizes_that_fit(info: ModelInfo, ep: bool) -> str:
     """Each tp_size by which the model can be divided, for the end of a message."""
     fitting = []
     for size in range(1, info.num_heads + 1):
         try:
-            Mesh(tp_size=size).check(info)
+            Mesh(tp_size=size, whole_experts=ep).check(info)
         except ValueError:
             continue
         fitting.append(size)
     listed = ", ".join(map(str, fitting))
-    return f"; tp_size may be {listed}, and pp_size at most {info.num_layers}"
+    return f"; tp_size may be {listed}, and pp_size at most {info.num_layers}" if fitting else ""
 
 
 def _devices(count: int) -> str:

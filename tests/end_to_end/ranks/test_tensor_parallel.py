@@ -58,6 +58,20 @@ def test_every_family_of_the_table_equals_one_process(family: str, parallel: str
     assert_equals_one_process(tmp_path, parallel)
 
 
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("qwen3_moe", "tp_size=2 ep=T"),
+        pytest.param("qwen2_moe", "tp_size=2 pp_size=2 ep=T", marks=pytest.mark.long),
+        pytest.param("gpt_oss", "tp_size=4 ep=T", marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "tp_size=2 ep=T torch_compile=T", marks=pytest.mark.long),
+    ],
+)
+def test_whole_experts_by_rank_equal_one_process(family: str, parallel: str, tmp_path: Path) -> None:
+    save_random_model(tmp_path, option_config(family, 0))
+    assert_equals_one_process(tmp_path, *parallel.split())
+
+
 @pytest.mark.long
 def test_requests_outlive_the_death_of_a_rank_and_nothing_is_left_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

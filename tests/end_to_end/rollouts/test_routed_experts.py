@@ -130,7 +130,7 @@ def test_a_model_without_experts_refuses_in_one_line(server: RolloutServer) -> N
     assert "routed_experts" not in choice
 
 
-@pytest.mark.parametrize("flags", [[], pytest.param(["tp_size=2"], marks=pytest.mark.long)])
+@pytest.mark.parametrize("flags", [[], pytest.param(["tp_size=2", "ep=T"], marks=pytest.mark.long)])
 def test_tokens_of_each_expert_are_counted_on_demand(flags: list[str], oracle: tuple[Path, PreTrainedModel]) -> None:
     """Those of requests alone, not of the warm-up."""
     with rollout_server(oracle[0], "expert_counts=T", *flags) as server:
@@ -153,7 +153,7 @@ def test_tokens_of_experts_are_not_counted_by_default(experts: RolloutServer) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [["tp_size=2"], ["torch_compile=T"], ["dp_size=2"]])
+@pytest.mark.parametrize("flags", [["tp_size=2"], ["tp_size=2", "ep=T"], ["torch_compile=T"], ["dp_size=2"]])
 def test_parts_of_a_model_and_compiled_layers_tell_them_too(
     flags: list[str], oracle: tuple[Path, PreTrainedModel]
 ) -> None:

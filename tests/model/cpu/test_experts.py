@@ -31,6 +31,9 @@ def assert_equals_each_alone(
         x = random_rows(sum(counts), experts.gate_up.packed[0].in_size, dtype)
         expert = torch.repeat_interleave(torch.tensor(counts))[torch.randperm(len(x))]
         found = experts(x, expert.unsqueeze(1), torch.ones(len(x), 1))
+        elsewhere = torch.where(torch.arange(len(x)) % 2 == 0, -1, NUM_EXPERTS)
+        assert torch.equal(experts(x, torch.stack((elsewhere, expert), 1), torch.ones(len(x), 2)), found)
+        assert not experts(x, elsewhere.unsqueeze(1), torch.ones(len(x), 1)).any()
         for number, (first, last) in enumerate(zip(experts.gate_up.packed, experts.down.packed, strict=True)):
             rows = x[expert == number]
             if len(rows):

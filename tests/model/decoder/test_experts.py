@@ -19,14 +19,16 @@ from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_chec
 from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.checkpoint.families.experts import FAMILIES as WITH_EXPERTS
 from tokasaurus.checkpoint.spec import ExpertsSpec, RouterSpec
+from tokasaurus.messages.commands import UpdateWeights
 from tokasaurus.model.by_transformers.model import TransformersModel
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.experts import PackedExperts
 from tokasaurus.model.cpu.layer_executor import LayerKernels
 from tokasaurus.model.decoder.decoder import Decoder
-from tokasaurus.model.decoder.experts import Router, choose_experts, grouped_product, product_by_masks
+from tokasaurus.model.decoder.experts import Experts, Router, choose_experts, grouped_product, product_by_masks
 from tokasaurus.model.decoder.weights import fill_randomly
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker import weight_update
 
 ROUTERS = {
     "softmax": RouterSpec(9, 4),
@@ -277,6 +279,50 @@ def test_sequences_of_llama_4_end_where_its_attention_is_cut_or_scaled(tmp_path:
     path.write_text(json.dumps(whole | {"layer_types": ["sliding_attention"] * 4}))
     with pytest.raises(CheckpointError, match="layer_types"):
         read_model_info(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("width", "block_type", "is_whole"),
+    [(96, "F32", False), (96, "Q8_0", True), (128, "Q8_0", False), (65, None, True)],
+)
+def test_ranks_have_whole_experts_where_widths_cannot_be_divided(
+    width: int, block_type: str | None, is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that quantised weights stay as they are. block_type: of a GGUF file; None: there is none."""
+    saved = save_random_model(tmp_path / "saved", option_config("qwen3_moe", 0, moe_intermediate_size=width))
+    directory = tmp_path / "saved"
+    if block_type is not None:
+        write_family_gguf(tmp_path / "model.gguf", saved, of_experts=GGMLQuantizationType[block_type])
+        monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+        directory = resolve_checkpoint(str(tmp_path / "model.gguf")).directory
+    for rank in range(2):
+        model, info = load(directory, Mesh(tp_rank=rank, tp_size=2), packed=True)
+        experts = next(layer.mlp for layer in model.decoder_layers() if isinstance(layer.mlp, Experts))
+        assert experts.gate_up.num_experts == (4 if is_whole else 8)
+        assert model.block_types == (["Q8_0"] if block_type == "Q8_0" else [])
+        assert not model.dequantised
+        assert Mesh(tp_rank=rank, tp_size=2).for_model(info).whole_experts == is_whole
+
+
+def test_whole_experts_are_replaced_by_new_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank writes its own, in both layouts, as a start with the new files has them."""
+    monkeypatch.setattr(weight_update, "least_of_ranks", lambda value, *_: value)  # which run one after another here
+    for number, name in enumerate(("old", "new")):
+        save_random_model(tmp_path / name, option_config("gpt_oss", 0), seed=number)
+    for rank, packed in itertools.product(range(2), (True, False)):
+        mesh = Mesh(tp_rank=rank, tp_size=2, whole_experts=True)
+        model, info = load(tmp_path / "old", mesh, packed=packed)
+        updates = weight_update.WeightUpdates(model, info, tmp_path / "old", mesh, CPU)
+        assert updates.apply(UpdateWeights(1, str(tmp_path / "new"), "1")) == ""
+        expected, _ = load(tmp_path / "new", mesh, packed=packed)
+        x, chosen = torch.randn(9, 64), torch.rand(9, info.spec.num_experts).topk(3).indices
+        weights = torch.rand(9, 3)
+        for own, other in zip(model.decoder_layers(), expected.decoder_layers(), strict=True):
+            assert isinstance(own.mlp, Experts)
+            assert isinstance(other.mlp, Experts)
+            found = own.mlp._of_chosen(x, chosen, weights)
+            assert found.abs().max() > 0
+            assert torch.equal(found, other.mlp._of_chosen(x, chosen, weights))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -1,6 +1,7 @@
 """Every family and each of its options against transformers' own class, in float32."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3TextConf
 
 from tests.helpers.tiny_model import LONGROPE, OPTIONS, VOCAB_SIZE, option_config, save_random_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
+from tokasaurus.checkpoint import read_model_info
 from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.model.parallel.mesh import Mesh
 
@@ -64,10 +66,19 @@ def run_shards(rank: int, directory: Path, families: list[str]) -> None:
     )
     mesh = Mesh(tp_rank=rank, tp_size=2, tp_group=torch.distributed.group.WORLD)
     for family in families:
-        model, model_info = load(directory / family, mesh, packed=True)
-        logits = run_whole_prompt(model, model_info, mesh, None, torch.arange(40) * 5)
-        torch.save(logits, directory / f"{family}{rank}.pt")
+        for way in ways_of(directory / family):
+            own = replace(mesh, whole_experts=way != "divided")
+            model, model_info = load(directory / family, own, packed=way != "whole experts by torch")
+            logits = run_whole_prompt(model, model_info, own, None, torch.arange(40) * 5)
+            torch.save(logits, directory / f"{family} {way} {rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+def ways_of(directory: Path) -> tuple[str, ...]:
+    """In which a layer's MLP is divided."""
+    num_experts = read_model_info(directory).spec.num_experts
+    has_shares = num_experts and num_experts % 2 == 0
+    return "divided", *(("whole experts", "whole experts by torch") if has_shares else ())
 
 
 @pytest.mark.parametrize("cases", [IN_SHARDS, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["some", "others"])
@@ -79,9 +90,12 @@ def test_two_tensor_parallel_processes_equal_transformers(cases: list[tuple[str,
         with torch.inference_mode():
             expected[family] = oracle(torch.arange(40).unsqueeze(0) * 5).logits[0]
     torch.multiprocessing.spawn(run_shards, args=(tmp_path, [family for family, _ in cases]), nprocs=2)
-    for family, logits in expected.items():
-        found = torch.cat([torch.load(tmp_path / f"{family}{rank}.pt") for rank in range(2)], dim=1)
-        torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4, msg=lambda text, name=family: f"{name}: {text}")
+    for family, way in ((each, way) for each in expected for way in ways_of(tmp_path / each)):
+        name = f"{family} {way}"
+        found = torch.cat([torch.load(tmp_path / f"{name} {rank}.pt") for rank in range(2)], dim=1)
+        torch.testing.assert_close(
+            *(found, expected[family]), atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 VISION = {

@@ -1,5 +1,6 @@
 """Parameters are counted without torch as the decoder has them."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,8 +47,10 @@ def _check_counts(stored: ModelInfo) -> None:
     for tied in (True, False):
         info = replace(stored, tie_embeddings=tied)
         for pp_size, tp_size in ((1, 1), (1, 2), (2, 1), (3, 2)):
-            for index in range(pp_size * tp_size):
-                mesh = Mesh.of_worker(index, pp_size, tp_size)
+            has_shares = tp_size > 1 and info.spec.num_experts and info.spec.num_experts % tp_size == 0
+            wholes = (False, True) if has_shares else (False,)
+            for index, whole_experts in itertools.product(range(pp_size * tp_size), wholes):
+                mesh = Mesh.of_worker(index, pp_size, tp_size, whole_experts)
                 decoder = build_decoder(info, mesh, torch.float32)
                 numbers = [parameter.numel() for parameter in decoder.parameters()]
                 assert num_parameters(info, mesh) == sum(numbers), (tied, mesh)

@@ -126,7 +126,7 @@ class PackedExperts:
         return self._router is not None
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """chosen: int64 [T, K], of the N experts, in each row none twice. weights [T, K]."""
+        """chosen: int64 [T, K], in each row none twice; what is not from 0 to N - 1 adds nothing. weights [T, K]."""
         chosen, weights = chosen.contiguous(), weights.float().contiguous()
         self.struct.num_chosen = chosen.shape[1]
         return self._run(x, None, chosen.data_ptr(), weights.data_ptr())

@@ -266,6 +266,7 @@ class Decoder(Model):
     """This rank's stage and shard of a model of our own layers."""
 
     def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
+        mesh = mesh.for_model(info)
         super().__init__(info, mesh, dtype)
         self._rotary: RotaryTable | None = None
         self.row_adapters: RowAdapters | None = None

@@ -125,13 +125,17 @@ class ExpertShard:
 class ExpertLinear(Linear):
     """The same linear layer of N experts: weight [N * O, in], the outputs of one after those of another."""
 
-    def __init__(self, num_experts: int, shards: Sequence[ExpertShard], bias: bool, dtype: torch.dtype) -> None:
-        """shards: of an expert; all have the same columns."""
+    def __init__(
+        self, own: range, num_experts: int, shards: Sequence[ExpertShard], bias: bool, dtype: torch.dtype
+    ) -> None:
+        """own: this rank's N among the checkpoint's num_experts. shards: of an expert; all have the same columns."""
         self.num_rows = sum(shard.num_rows for shard in shards)
         _, columns = shards[0].shape
         in_size = len(range(*shards[0].columns.indices(columns)))
-        super().__init__(in_size, num_experts * self.num_rows, bias, dtype)
-        self.num_experts = num_experts
+        super().__init__(in_size, len(own) * self.num_rows, bias, dtype)
+        self.num_experts = len(own)
+        self._own = own
+        self._num_all = num_experts
         self._shards = tuple(shards)
 
     @property
@@ -158,20 +162,25 @@ class ExpertLinear(Linear):
             super().pack(kernels, ALWAYS_KERNELS, keep_weight, packing)
 
     def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [R, in], rows of expert n up to ends[n] -> [R, O], by torch. ends: int32 [N]."""
+        """x [R, in], rows of expert n up to ends[n] -> [R, O], by torch; rows behind have no meaning. ends: int32
+        [N]."""
         weight = self.weight.view(self.num_experts, self.num_rows, -1).to(x.dtype)
         product = grouped_product(x, weight, ends)
         if self.bias is None:
             return product
         experts = torch.searchsorted(ends, torch.arange(len(x), dtype=ends.dtype, device=x.device), right=True)
-        return product + self.bias.view(self.num_experts, -1)[experts].to(x.dtype)
+        return product + self.bias.view(self.num_experts, -1)[experts.clamp(max=self.num_experts - 1)].to(x.dtype)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         found = []
-        for expert in range(self.num_experts):
-            row = expert * self.num_rows
+        for expert in range(self._num_all):
+            row = (expert - self._own.start) * self.num_rows
             for shard in self._shards:
                 name, rows = f"{prefix}{expert}.{shard.source}", slice(row, row + shard.num_rows)
+                if expert not in self._own:
+                    found.append(WeightShard(f"{name}.weight", shard.shape, (), None))
+                    found += [] if self.bias is None else [WeightShard(f"{name}.bias", shard.shape[:1], (), None)]
+                    continue
                 functions = partial(self.write_weight, row), partial(self.take_blocks, row)
                 part = shard.rows, shard.columns
                 found.append(WeightShard(f"{name}.weight", shard.shape, part, self.weight[rows], *functions))
@@ -212,8 +221,10 @@ class ExpertLinear(Linear):
 class ActivatedExpertLinear(ExpertLinear):
     """Gates and ups of N experts. The kernels give activation(gate) * up."""
 
-    def __init__(self, num_experts: int, shards: Sequence[ExpertShard], spec: MLPSpec, dtype: torch.dtype) -> None:
-        super().__init__(num_experts, shards, spec.has_bias, dtype)
+    def __init__(
+        self, own: range, num_experts: int, shards: Sequence[ExpertShard], spec: MLPSpec, dtype: torch.dtype
+    ) -> None:
+        super().__init__(own, num_experts, shards, spec.has_bias, dtype)
         self._spec = spec
 
     def activated(self, features: Tensor) -> Tensor:
@@ -248,14 +259,19 @@ class Experts(nn.Module):
         super().__init__()
         expert, num_experts = spec.expert, spec.router.num_experts
         assert expert.is_gated
-        start, length = mesh.shard(expert.width, "intermediate_size")
+        is_whole = mesh.whole_experts
+        start, length = (0, expert.width) if is_whole else mesh.shard(expert.width, "intermediate_size")
         own, everything = slice(start, start + length), slice(None)
+        first, count = mesh.shard(num_experts, "experts") if is_whole else (0, num_experts)
+        experts = range(first, first + count)
         inner, outer = (expert.width, hidden_size), (hidden_size, expert.width)
         gate_up = [ExpertShard(name, inner, own, everything) for name in ("gate_proj", "up_proj")]
         down = [ExpertShard("down_proj", outer, everything, own)]
         self.router = Router(spec.router, hidden_size, spec.has_shared_gate)
-        self.gate_up = ActivatedExpertLinear(num_experts, gate_up, expert, dtype)
-        self.down = ExpertLinear(num_experts, down, expert.has_bias and mesh.tp_rank == 0, dtype)
+        self.gate_up = ActivatedExpertLinear(experts, num_experts, gate_up, expert, dtype)
+        has_bias = expert.has_bias and (is_whole or mesh.tp_rank == 0)
+        self.down = ExpertLinear(experts, num_experts, down, has_bias, dtype)
+        self._first = first
         self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, mesh, dtype)
         self._mesh = mesh
         self._has_bias = expert.has_bias
@@ -298,11 +314,14 @@ class Experts(nn.Module):
 
     def _of_chosen(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """This rank's part of the chosen experts' sum, [T, E]."""
+        chosen = chosen - self._first if self._mesh.whole_experts else chosen
         if self.packed is not None:
             return self.packed(x, chosen, weights)
-        num_chosen = chosen.shape[1]
+        num_chosen, num_experts = chosen.shape[1], self.gate_up.num_experts
+        if self._mesh.whole_experts:  # rows of other ranks' experts come last
+            chosen = torch.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
         experts, order = chosen.flatten().sort(stable=True)
-        indices = torch.arange(self.gate_up.num_experts, device=x.device)
+        indices = torch.arange(num_experts, device=x.device)
         ends = torch.searchsorted(experts, indices, right=True, out_int32=True)
         rows, weighs_inputs = x[order // num_chosen], self.router.spec.weighs_inputs
         if weighs_inputs:
@@ -310,7 +329,7 @@ class Experts(nn.Module):
         features = self.gate_up.activated(self.gate_up.multiply(rows, ends))
         by_expert = self.down.multiply(features, ends)
         by_token = torch.empty(by_expert.shape, dtype=torch.float32, device=x.device)
-        by_token[order] = by_expert.float()
+        by_token[order] = by_expert.float().masked_fill((experts == num_experts).unsqueeze(1), 0)
         of_experts = by_token.view(*chosen.shape, -1)
         return (of_experts if weighs_inputs else of_experts * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
@@ -320,7 +339,7 @@ class Experts(nn.Module):
         if self._has_bias and self.down.bias is None:  # the first rank has them
             shards += [
                 WeightShard(f"{prefix}experts.{expert}.down_proj.bias", (self.down.num_rows,), (), None)
-                for expert in range(self.down.num_experts)
+                for expert in range(self.router.spec.num_experts)
             ]
         return shards if self.shared is None else shards + self.shared.weight_shards(f"{prefix}shared.")
 

@@ -39,7 +39,7 @@ def num_parameters(info: ModelInfo, mesh: Mesh, is_active: bool = False) -> int:
     Raises ValueError if the model cannot be divided among the ranks."""
     if info.of_class is not None:
         return of_class(info.of_class, info, mesh).num_all
-    spec = info.spec
+    spec, mesh = info.spec, mesh.for_model(info)
     count = sum(_of_layer(spec.layers[index], info.hidden_size, mesh, is_active) for index in mesh.stage_layers(info))
     is_first, is_last = mesh.is_first_stage, mesh.is_last_stage
     vocab = mesh.vocab_shard(info.vocab_size)[1]
@@ -73,7 +73,9 @@ def _of_layer(layer: LayerSpec, hidden_size: int, mesh: Mesh, is_active: bool) -
 def _of_mlp(mlp: MLPSpec | ExpertsSpec, hidden_size: int, mesh: Mesh, is_active: bool) -> int:
     if isinstance(mlp, ExpertsSpec):
         num_experts = mlp.router.num_chosen if is_active else mlp.router.num_experts
-        count = _of_router(mlp, hidden_size) + num_experts * _of_mlp(mlp.expert, hidden_size, mesh, is_active)
+        of_expert = _of_mlp(mlp.expert, hidden_size, Mesh() if mesh.whole_experts else mesh, is_active)
+        of_experts = num_experts * of_expert // (mesh.tp_size if mesh.whole_experts else 1)
+        count = _of_router(mlp, hidden_size) + of_experts
         return count if mlp.shared is None else count + _of_mlp(mlp.shared, hidden_size, mesh, is_active)
     width = mesh.shard(mlp.width, "intermediate_size")[1]
     inputs, is_first = 1 + mlp.is_gated, mesh.tp_rank == 0

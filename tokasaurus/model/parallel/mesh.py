@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from tokasaurus.checkpoint.spec import ExpertsSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,6 +27,9 @@ class Mesh:
     tp_size: int = 1
     tp_group: ProcessGroup | None = None
     """The tensor-parallel ranks of this stage; None, and unused, if tp_size is 1."""
+    whole_experts: bool = False
+    """The flag ep; as resolved by `for_model`: whether each tensor-parallel rank has some of the experts, not a part of
+    each."""
     all_reduce: SymmetricAllReduce | None = None
     """Sums over tp_group by symmetric memory; None if NCCL or gloo computes all sums."""
     previous_group: ProcessGroup | None = None
@@ -36,9 +41,20 @@ class Mesh:
     if pp_size is 1."""
 
     @classmethod
-    def of_worker(cls, index: int, pp_size: int, tp_size: int) -> Mesh:
+    def of_worker(cls, index: int, pp_size: int, tp_size: int, whole_experts: bool = False) -> Mesh:
         """index: among the workers of all replicas, (replica * pp_size + pp_rank) * tp_size + tp_rank."""
-        return cls(index // tp_size % pp_size, pp_size, index % tp_size, tp_size)
+        return cls(index // tp_size % pp_size, pp_size, index % tp_size, tp_size, whole_experts=whole_experts)
+
+    def for_model(self, info: ModelInfo) -> Mesh:
+        """Ranks have whole experts too where these have a width, or blocks of quantised weights, that cannot be
+        divided, but a number that can."""
+        experts = [layer.mlp for layer in info.spec.layers if isinstance(layer.mlp, ExpertsSpec)]
+        unit = self.tp_size * info.expert_block
+        is_whole = self.whole_experts or (
+            any(each.expert.width % unit for each in experts)
+            and not any(each.router.num_experts % self.tp_size for each in experts)
+        )
+        return replace(self, whole_experts=is_whole and self.tp_size > 1)
 
     @property
     def world_rank(self) -> int:
@@ -61,9 +77,16 @@ class Mesh:
         self.shard(info.num_heads, "attention heads")
         if info.is_native:
             self.kv_head_shard(info.num_kv_heads)
-            for width in sorted({width for layer in info.spec.layers for width in layer.mlp.widths}):
+            if self.whole_experts and not info.spec.num_experts:
+                raise ValueError("ep=T: the model has no experts")
+            mlps, is_whole = [layer.mlp for layer in info.spec.layers], self.for_model(info).whole_experts
+            for count in sorted({mlp.router.num_experts for mlp in mlps if is_whole and isinstance(mlp, ExpertsSpec)}):
+                self.shard(count, "experts")
+            for width in sorted({width for mlp in mlps for width in mlp.widths(is_whole)}):
                 self.shard(width, "intermediate_size")
         else:
+            if self.whole_experts:
+                raise ValueError("ep=T: transformers' plan of the class divides its experts")
             self.shard(info.num_kv_heads, "KV heads")
         self.vocab_shard(info.vocab_size)
 

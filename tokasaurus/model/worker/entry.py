@@ -110,7 +110,7 @@ def run_worker(
     index: among the workers of all replicas, as in Mesh.of_worker. place: as in Start. rendezvous: see
     parallel/collectives. stages: None if there is only one.
     """
-    mesh = Mesh.of_worker(index, config.pp_size, config.tp_size)
+    mesh = Mesh.of_worker(index, config.pp_size, config.tp_size, config.ep)
     try:
         mesh.check(checkpoint.info)
     except ValueError as error:

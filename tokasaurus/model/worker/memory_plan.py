@@ -79,6 +79,7 @@ class Sizes:
     """None: no linear layer is packed, and all is of `dtype`, as on a CUDA device."""
     tp_size: int
     pp_size: int
+    ep: bool
     page_size: int
     max_tokens_per_forward: int
     max_seqs_per_forward: int
@@ -116,6 +117,7 @@ def sizes_of(
         activation_dtype=activation_dtype,
         tp_size=config.tp_size,
         pp_size=config.pp_size,
+        ep=config.ep,
         page_size=config.page_size,
         max_tokens_per_forward=config.max_tokens_per_forward,
         max_seqs_per_forward=config.max_seqs_per_forward,
@@ -196,7 +198,8 @@ class MemoryPlan:
 
 def plan_memory(info: ModelInfo, sizes: Sizes) -> MemoryPlan:
     """Raises DoesNotFit, and ValueError for a tp_size or pp_size by which the model cannot be divided."""
-    meshes = [Mesh.of_worker(index, sizes.pp_size, sizes.tp_size) for index in range(sizes.pp_size * sizes.tp_size)]
+    numbers = range(sizes.pp_size * sizes.tp_size)
+    meshes = [Mesh.of_worker(index, sizes.pp_size, sizes.tp_size, sizes.ep).for_model(info) for index in numbers]
     plan = MemoryPlan(sizes, tuple(plan_worker(info, mesh, sizes) for mesh in meshes))
     least = plan.least
     if least.num_kv_blocks < 1:
@@ -286,7 +289,8 @@ class _Rank:
         # Of experts, a token has several rows of outputs: as they are, and twice in float32.
         num_rows = max(layer.mlp.num_rows for layer in info.spec.layers)
         num_hidden = (2 + (1 + 2 * ITEM_BYTES["float32"] // self.sizes.item) * num_rows) * info.hidden_size
-        return max(attention_row, num_hidden + 3 * (info.intermediate_size // self.mesh.tp_size))
+        num_parts = 1 if self.mesh.for_model(info).whole_experts else self.mesh.tp_size  # all may be of one rank
+        return max(attention_row, num_hidden + 3 * (info.intermediate_size // num_parts))
 
 
 Planned: TypeAlias = tuple[int, str] | None
@@ -312,6 +316,7 @@ def _weights(rank: _Rank) -> Planned:
     what = f"{rank.shape.num_layers} of {info.num_layers} layers"
     if mesh.tp_size > 1:
         what += f", each divided by {mesh.tp_size}"
+        what += ", with whole experts" if mesh.for_model(info).whole_experts else ""
     ends = [name for name, is_here in (("embedding", mesh.is_first_stage), ("LM head", mesh.is_last_stage)) if is_here]
     if info.tie_embeddings and len(ends) == 2:
         ends = ["embedding, which is also the LM head"]

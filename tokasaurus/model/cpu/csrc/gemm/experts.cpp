@@ -14,6 +14,9 @@ namespace {
 // Rows of experts that are computed at a time: with more, intermediate results would take gigabytes.
 constexpr int64_t kMaxExpertRows = 8192;
 
+// In place of a row, for a choice of another rank's expert.
+constexpr int64_t kElsewhere = -1;
+
 // Rows that a thread claims at a time.
 constexpr int64_t kRows = 16;
 
@@ -169,7 +172,8 @@ class Part {
     // The outputs replace the inputs, which nothing needs any longer.
     Element *const rows = memory_.by_expert.data(), *const features = memory_.features.data();
     const auto multiply_all = [&](const PackedWeights* weights, const Element* from, Element* to) {
-      multiply_groups<Weight>({*weights, from, weights->in_size, num_pairs_, nullptr, to}, kUnnormed, weights,
+      const int64_t num_own = memory_.starts[experts_.num_experts];
+      multiply_groups<Weight>({*weights, from, weights->in_size, num_own, nullptr, to}, kUnnormed, weights,
                               experts_.num_experts, memory_.starts.data());
     };
     multiply_all(experts_.gate_up, rows, features);
@@ -214,14 +218,18 @@ class Part {
     });
   }
 
-  // Fills `starts`, where each expert's rows begin, and `places`, the row of each pair of a row and one of its choices.
+  // Fills `starts`, where each expert's rows begin, and `places`, the row of each pair of a row and one of its choices,
+  // or kElsewhere.
   void sort(const int64_t* chosen) {
     const PhaseTimer timer(kGemms);
     int64_t* const starts = memory_.starts.data();
     std::fill(starts, starts + experts_.num_experts + 1, 0);
-    for (int64_t pair = 0; pair < num_pairs_; ++pair) ++starts[chosen[pair] + 1];
+    const auto is_own = [&](int64_t expert) { return expert >= 0 && expert < experts_.num_experts; };
+    for (int64_t pair = 0; pair < num_pairs_; ++pair)
+      if (is_own(chosen[pair])) ++starts[chosen[pair] + 1];
     for (int64_t expert = 0; expert < experts_.num_experts; ++expert) starts[expert + 1] += starts[expert];
-    for (int64_t pair = 0; pair < num_pairs_; ++pair) memory_.places[pair] = starts[chosen[pair]]++;
+    for (int64_t pair = 0; pair < num_pairs_; ++pair)
+      memory_.places[pair] = is_own(chosen[pair]) ? starts[chosen[pair]]++ : kElsewhere;
     // Each start has moved to the expert's end, which is the next one's start.
     std::copy_backward(starts, starts + experts_.num_experts, starts + experts_.num_experts + 1);
     starts[0] = 0;
@@ -231,6 +239,7 @@ class Part {
     const PhaseTimer timer(kGemms);
     Team::get().parallel_for(num_rows_, kRows, [&](int64_t row) {
       for (int64_t pair = row * experts_.num_chosen; pair < (row + 1) * experts_.num_chosen; ++pair) {
+        if (memory_.places[pair] == kElsewhere) continue;
         Element* const to = memory_.by_expert.data() + memory_.places[pair] * size_;
         std::copy(x + row * size_, x + (row + 1) * size_, to);
         if (!experts_.weighs_inputs) continue;
@@ -252,14 +261,18 @@ class Part {
       for (; i + kLanes <= size_; i += kLanes) {
         Floats total{};
         if (has_shared()) total = load(to + i) * shared;
-        for (int64_t k = 0; k < num_chosen; ++k)
+        for (int64_t k = 0; k < num_chosen; ++k) {
+          if (places[k] == kElsewhere) continue;
           total += load(memory_.by_expert.data() + places[k] * size_ + i) * weight(k);
+        }
         store(to + i, total);
       }
       for (; i < size_; ++i) {
         float total = has_shared() ? to_float(to[i]) * shared : 0;
-        for (int64_t k = 0; k < num_chosen; ++k)
+        for (int64_t k = 0; k < num_chosen; ++k) {
+          if (places[k] == kElsewhere) continue;
           total += to_float(memory_.by_expert[places[k] * size_ + i]) * weight(k);
+        }
         from_float(to + i, total);
       }
     });

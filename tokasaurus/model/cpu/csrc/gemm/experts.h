@@ -32,7 +32,7 @@ struct Experts {
 
 // Experts of rows that Python has chosen.
 struct Choices {
-  const int64_t* experts;  // [num_rows, num_chosen], none twice in a row
+  const int64_t* experts;  // [num_rows, num_chosen], none twice in a row; others than the num_experts add nothing
   const float* weights;    // likewise
 };
 
