@@ -251,7 +251,6 @@ def test_texts_keep_what_ended_them_and_special_tokens_as_asked(server: RolloutS
         ("/generate", {"input_ids": [300]}, "input_ids"),
         ("/generate", {"text": ["a", "b"]}, "text"),
         ("/generate", {"text": "a" * 600}, "text"),
-        ("/generate", {"text": "a", "lora_path": "b"}, "lora_path"),
         ("/generate", {"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
         ("/generate", {"text": "a", "top_logprobs_num": 1}, "top_logprobs_num"),
         ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 100}, "top_logprobs_num"),

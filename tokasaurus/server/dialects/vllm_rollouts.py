@@ -52,7 +52,7 @@ from tokasaurus.server.respond.whole import build_usage, write_prompt_logprobs
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, num_body_bytes, ready_state_of, state_of
 from tokasaurus.server.value_words import MAX_ECHO_CHARS
-from tokasaurus.workers import num_adapters, num_replicas, num_workers
+from tokasaurus.workers import num_adapters, num_workers
 
 
 # Tokens: body
@@ -573,7 +573,7 @@ async def server_info(request: Request, config_format: Literal["json"] | None = 
     parallel = {
         "tensor_parallel_size": config.tp_size,
         "pipeline_parallel_size": config.pp_size,
-        "data_parallel_size": num_replicas(config),
+        "data_parallel_size": 1,  # what a route changes, every replica has: none is to be treated alone
     }
     adapters = None
     if not limits.no_adapters:
