@@ -14,7 +14,7 @@ from tokasaurus.checkpoint.families.experts import FAMILIES as WITH_EXPERTS
 from tokasaurus.checkpoint.spec import ExpertsSpec
 from tokasaurus.model.decoder.decoder import build_decoder
 from tokasaurus.model.decoder.experts import ExpertLinear
-from tokasaurus.model.decoder.parameters import num_parameters
+from tokasaurus.model.decoder.parameters import num_in_adapter, num_parameters
 from tokasaurus.model.parallel.mesh import Mesh
 
 
@@ -54,3 +54,9 @@ def _check_counts(stored: ModelInfo) -> None:
                 decoder = build_decoder(info, mesh, torch.float32)
                 numbers = [parameter.numel() for parameter in decoder.parameters()]
                 assert num_parameters(info, mesh) == sum(numbers), (tied, mesh)
+                assert num_in_adapter(info, mesh, 4) == 4 * sum(
+                    linear.weight.shape[0] + len(linear_shards) * linear.weight.shape[1]
+                    for layer in decoder.decoder_layers()
+                    for linear in layer.dense_linears()
+                    if (linear_shards := [one for one in linear.weight_shards("") if one.source.endswith("weight")])
+                )

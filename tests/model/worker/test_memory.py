@@ -36,7 +36,7 @@ from tokasaurus.model.worker.memory import (
     plan_fixed,
     size_kv_cache,
 )
-from tokasaurus.model.worker.memory_plan import CUDA_FRACTION
+from tokasaurus.model.worker.memory_plan import ADAPTERS, CUDA_FRACTION
 from tokasaurus.monitoring.available_memory import AvailableMemory, available_memory
 from tokasaurus.monitoring.memory_nodes import MemoryNode, Place
 
@@ -196,7 +196,7 @@ def test_the_largest_forwards_use_more_than_half_of_the_reserved_memory_and_no_m
 
 
 SHAPE = KVShape(2, 4, 2, 64, 16, torch.bfloat16, torch.device("cuda", 0))
-FREE, FORWARD, GRAPHS = 900 * MIB, 300 * MIB, 100 * MIB
+FREE, FORWARD, GRAPHS, OF_ADAPTERS = 940 * MIB, 300 * MIB, 100 * MIB, 40 * MIB
 
 
 def test_an_automatic_cache_counts_the_memory_of_the_replicas_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +258,9 @@ class Table:
     def note(self, measured_bytes: int, name: str) -> None:
         self.measured[name] = measured_bytes
 
+    def planned(self, name: str) -> int:
+        return {ADAPTERS: OF_ADAPTERS}[name]
+
 
 @pytest.fixture
 def size(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KVCachePlan]:
@@ -309,13 +312,15 @@ def test_the_graphs_memory_is_estimated_from_the_first_and_the_last_of_each_kind
     assert group_graph_bytes(runner, [1024], torch.device("cpu")) == 90
 
 
-LEFT = (FREE - FORWARD - GRAPHS) // SHAPE.bytes_per_block
+LEFT = (FREE - FORWARD - GRAPHS - OF_ADAPTERS) // SHAPE.bytes_per_block
 
 
 def test_an_automatic_cache_takes_its_share_of_what_forwards_and_graphs_leave(
     size: Callable[..., KVCachePlan],
 ) -> None:
-    assert size().num_blocks == int((FREE - FORWARD - GRAPHS) * CUDA_FRACTION) // SHAPE.bytes_per_block - 1
+    assert (
+        size().num_blocks == int((FREE - FORWARD - GRAPHS - OF_ADAPTERS) * CUDA_FRACTION) // SHAPE.bytes_per_block - 1
+    )
 
 
 def test_a_cache_of_a_given_size_has_to_fit_beside_the_largest_forward_and_the_graphs(

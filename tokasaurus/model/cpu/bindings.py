@@ -306,6 +306,7 @@ class Kernels:
         ]
         self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 8]
         self._library.toka_decode_step.argtypes = [pointer]
+        self._library.toka_reserve_adapters.argtypes = [integer, integer, integer]
         self._library.toka_token_logprobs.argtypes = [
             *(integer, pointer, integer, integer, pointer, pointer, pointer, integer, pointer, pointer)
         ]
@@ -386,6 +387,11 @@ class Kernels:
             *(kv_indices.data_ptr(), num_tokens, cache.data_ptr()),
             *(num_kv_heads, head_dim, page_size),
         )
+
+    def reserve_adapters(self, num_rows: int, max_rank: int, dtype: torch.dtype) -> None:
+        """Allocate what adapters of up to max_rank keep between gemms of up to num_rows rows. dtype: of activations."""
+        num_ranks = 3 * -(-max_rank // self.rank_multiple) * self.rank_multiple  # of queries, keys and values
+        self._library.toka_reserve_adapters(num_rows, num_ranks, int(dtype == torch.bfloat16))
 
     def phase_seconds(self) -> tuple[float, ...]:
         """Seconds that each of FORWARD_PHASES has taken since `reset_phases`."""

@@ -50,8 +50,6 @@ class LayerKernels:
         self.multiply.argtypes = [
             *(pointer, pointer, integer, integer, pointer, number, number, pointer, pointer, pointer)
         ]
-        self.reserve_adapters = library.toka_reserve_adapters
-        self.reserve_adapters.argtypes = [integer, integer, integer]
         self.run_experts = library.toka_run_experts
         self.run_experts.argtypes = [pointer, pointer, pointer, integer, pointer, pointer, pointer]
         self.reserve_experts = library.toka_reserve_experts

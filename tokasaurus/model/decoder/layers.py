@@ -184,8 +184,7 @@ class Linear(nn.Module):
             self.packed_adapters.place(number, None if adapter is None else adapter.packed)
         self._low_rank.pop(number, None)
         if adapter is not None:
-            device = self.weight.device
-            parts = ((part.first_row, part.down.to(device), part.up.to(device)) for part in adapter.parts)
+            parts = ((part.first_row, part.down.to(self.weight), part.up.to(self.weight)) for part in adapter.parts)
             self._low_rank[number] = [LowRankRows(*part) for part in parts]
 
     @property

@@ -54,6 +54,19 @@ def num_in_routers(info: ModelInfo, mesh: Mesh) -> int:
     return sum(_of_router(mlp, info.hidden_size) for mlp in own if isinstance(mlp, ExpertsSpec))
 
 
+def num_in_adapter(info: ModelInfo, mesh: Mesh, rank: int) -> int:
+    """Numbers that this rank of the model has of an adapter (LoRA) of all linear layers but those of experts."""
+    count, hidden_size = 0, info.hidden_size
+    for layer in (info.spec.layers[index] for index in mesh.stage_layers(info)):
+        attention, mlp = layer.attention, layer.mlp
+        query = mesh.shard(attention.num_heads, "attention heads")[1] * attention.head_dim
+        key = mesh.kv_head_shard(attention.num_kv_heads)[1] * attention.head_dim
+        count += 4 * hidden_size + 2 * query + 2 * key
+        if isinstance(mlp, MLPSpec):
+            count += (2 + mlp.is_gated) * (hidden_size + mesh.shard(mlp.width, "intermediate_size")[1])
+    return rank * count
+
+
 def _of_layer(layer: LayerSpec, hidden_size: int, mesh: Mesh, is_active: bool) -> int:
     attention, is_first = layer.attention, mesh.tp_rank == 0
     query = mesh.shard(attention.num_heads, "attention heads")[1] * attention.head_dim

@@ -38,12 +38,11 @@ class RowAdapters:
         return self._rows
 
     def added(self, out: Tensor, x: Tensor, adapters: Mapping[int, Sequence[LowRankRows]]) -> Tensor:
-        """out [T, outputs] of a linear layer, and what the rows' adapters add to it for x [T, inputs]: in float32,
-        rounded once. adapters: by number."""
+        """out [T, outputs] of a linear layer, and what the rows' adapters add to it for x [T, inputs]. adapters: by
+        number."""
         for number, rows in self._rows:
             for part in adapters.get(number, ()):
-                inner = x[rows].float() @ part.down.float().T
+                inner = x[rows] @ part.down.to(x.dtype).T
                 outputs = slice(part.first_row, part.first_row + len(part.up))
-                sums = out[rows, outputs].float() + inner @ part.up.T
-                out[rows, outputs] = sums.to(out.dtype)
+                out[rows, outputs] += inner @ part.up.to(x.dtype).T
         return out

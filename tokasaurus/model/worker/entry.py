@@ -42,6 +42,7 @@ from tokasaurus.model.buffer_sizes import padded_count, sizes_for
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.adapters import ModelAdapters
 from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.parameters import num_in_adapter
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
@@ -73,6 +74,7 @@ from tokasaurus.model.worker.memory_plan import (
     SUMS,
     WEIGHTS,
     WORKSPACES,
+    show_size,
     sizes_of_chunks,
     sizes_of_graphs,
     sizes_of_groups,
@@ -176,7 +178,7 @@ def loading() -> list[Phase]:
         Phase("", choose_attention, when=lambda start: not start.on_cuda),
         Phase("Triton kernels", check_triton, when=lambda start: groups_in_use(start.device, "sampling", "layers")),
         Phase("", make_slots, (SLOTS,)),
-        Phase("", take_adapters, when=lambda start: num_adapters(start.config)),
+        Phase("adapters", take_adapters, when=lambda start: num_adapters(start.config)),
         Phase("", link_stages, (STAGES,), when=lambda start: start.mesh.pp_size > 1),
         Phase("", make_runner, (INPUTS,)),
         Phase("compiled layers", compile_layers, when=lambda start: start.compiler),
@@ -326,13 +328,16 @@ def _no_adapters(start: Start) -> str:
 
 def take_adapters(start: Start) -> str:
     """The model's layers may have adapters. Raises FlagRefused if flags name some, and they cannot."""
+    config, limits = start.config, start.limits
     if refusal := _no_adapters(start):
-        if start.config.lora:
+        if config.lora:
             raise FlagRefused(f"lora: {refusal}")
-        return ""
-    assert isinstance(start.model, Decoder)
-    start.adapters = ModelAdapters(start.model, num_adapters(start.config))
-    return ""
+        return refusal
+    start.adapters = ModelAdapters(start.decoder, num_adapters(config))
+    if start.kernels is not None:
+        start.kernels.reserve_adapters(limits.max_tokens, config.max_lora_rank, start.activation_dtype)
+    size = show_size(num_in_adapter(start.info, start.mesh, config.max_lora_rank) * start.dtype.itemsize)
+    return f"at most {num_adapters(config)} in use, of ranks up to {config.max_lora_rank}, which take {size} each"
 
 
 def check_files(start: Start) -> str:

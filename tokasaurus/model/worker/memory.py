@@ -29,6 +29,7 @@ from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.memory_plan import (
     _TABLE,
+    ADAPTERS,
     CONTEXT_BYTES,
     CPU_FRACTION,
     CUDA_FRACTION,
@@ -171,8 +172,12 @@ class MemoryTable:
     def note(self, measured_bytes: int, *names: str) -> None:
         """What was measured of these parts of the table, which the plan may lack."""
         self.measured[names[0]] = measured_bytes
-        planned = sum(part.num_bytes for part in self._plan.parts if part.name in names)
+        planned = sum(map(self.planned, names))
         self._add(" and ".join(names), show_size(planned), show_size(measured_bytes))
+
+    def planned(self, name: str) -> int:
+        """Bytes of a part; 0 if the plan lacks it."""
+        return sum(part.num_bytes for part in self._plan.parts if part.name == name)
 
     def replan(self, name: str, changed_bytes: int) -> None:
         """One part takes so many bytes more than planned, or fewer, for a reason that the plan does not know."""
@@ -313,7 +318,7 @@ def size_kv_cache(
         block = BlockBytes(own, own)
         _measure_on_cuda(shape.device, backend, memory, run_largest, measure_graphs)
         free = torch.cuda.mem_get_info(shape.device)[0]
-        available = max(0, free - memory.measured[FORWARD] - memory.measured[GRAPHS])
+        available = max(0, free - memory.measured[FORWARD] - memory.measured[GRAPHS] - memory.planned(ADAPTERS))
         what, fraction = "free after weights, the largest forward and graphs", CUDA_FRACTION
     if config.kv_cache_num_tokens is not None:
         return plan_fixed(config.kv_cache_num_tokens, config.page_size, block, available)

@@ -37,8 +37,9 @@ from tokasaurus.model.buffer_sizes import (
     sizes_for,
     workspace_bytes,
 )
-from tokasaurus.model.decoder.parameters import num_in_routers, num_parameters, of_class
+from tokasaurus.model.decoder.parameters import num_in_adapter, num_in_routers, num_parameters, of_class
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.workers import num_adapters
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -48,7 +49,7 @@ CONTEXT_BYTES = 600 << 20
 
 WEIGHTS, ROTARY, SLOTS, INPUTS = "weights", "rotary table", "slots", "inputs of steps"
 STAGES, SUMS, FORWARD, WORKSPACES = "stage buffers", "sums over ranks", "largest forward", "attention workspaces"
-GRAPHS, CONTEXT = "CUDA graphs", "CUDA context"
+GRAPHS, CONTEXT, ADAPTERS = "CUDA graphs", "CUDA context", "adapters"
 """Names of the table's parts."""
 
 _GRAPH_BYTES = 256 << 10
@@ -94,6 +95,9 @@ class Sizes:
     """Tokens of each larger step that is recorded, largest first."""
     group_sizes: tuple[int, ...]
     """The ones in graph_sizes that have a second recording, for steps with prefix groups."""
+    num_adapters: int = 0
+    """max_loras, as it holds for these flags."""
+    max_lora_rank: int = 0
 
     @property
     def item(self) -> int:
@@ -127,6 +131,8 @@ def sizes_of(
         graph_sizes=tuple(graphs),
         chunk_sizes=tuple(sizes_of_chunks(config, graphs)),
         group_sizes=tuple(sizes_of_groups(config, graphs)),
+        num_adapters=num_adapters(config),
+        max_lora_rank=config.max_lora_rank,
     )
 
 
@@ -335,6 +341,15 @@ def _weights(rank: _Rank) -> Planned:
     return num_bytes, f"{count:,} parameters x {item} B: {', '.join([what, *ends])}"
 
 
+def _adapters(rank: _Rank) -> Planned:
+    sizes, item = rank.sizes, rank.sizes.item
+    if not sizes.num_adapters or not rank.info.is_native:
+        return None
+    count = num_in_adapter(rank.info, rank.mesh, sizes.max_lora_rank)
+    reason = f"{sizes.num_adapters} x {count:,} numbers of rank {sizes.max_lora_rank} x {item} B"
+    return sizes.num_adapters * count * item, reason
+
+
 def _rotary(rank: _Rank) -> Planned:
     num_positions, num_numbers = rank.sizes.context_length, rank.info.head_dim * rank.info.spec.num_rotary_tables
     return num_positions * num_numbers * 4, f"{num_positions:,} positions x {num_numbers} x 4 B"
@@ -456,6 +471,7 @@ _TABLE = {
     for entry in (
         _Entry(WEIGHTS, _weights, is_exact=True, is_on_cpu=True),
         _Entry(ROTARY, _rotary, is_exact=True, is_on_cpu=True),
+        _Entry(ADAPTERS, _adapters),
         _Entry(SLOTS, _slots, is_exact=True),
         _Entry(INPUTS, _inputs, is_exact=True),
         _Entry(STAGES, _stage_buffers, is_exact=True),
