@@ -1,4 +1,4 @@
-"""Rows with adapters, in batches with any others, against PEFT's model in transformers."""
+"""Rows with adapters, in batches with any others, against the models that PEFT merges them into."""
 
 import random
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.helpers.lora import save_adapter
+from tests.helpers.peft_adapters import LINEAR, merged_model, save_adapter
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import load, oracle_greedy
 from tests.model.helpers.steps import StepDriver, make_runner
@@ -16,8 +16,8 @@ from tokasaurus.checkpoint.adapters import read_adapter
 from tokasaurus.model.decoder.adapters import ModelAdapters
 
 ADAPTERS: list[dict[str, Any]] = [
-    {"r": 16, "lora_alpha": 16},
-    {"r": 3, "use_rslora": True},
+    {"r": 16, "lora_alpha": 16, "target_modules": LINEAR},
+    {"r": 3, "use_rslora": True, "target_modules": LINEAR},
     {"target_modules": ["k_proj", "down_proj"], "rank_pattern": {"k_proj": 9}},
     {"target_modules": ["up_proj", "lm_head"]},
     {"target_modules": ["embed_tokens", "o_proj"]},
@@ -27,12 +27,11 @@ ADAPTERS: list[dict[str, Any]] = [
 
 def make_oracles(directory: Path, family: str) -> list[PreTrainedModel]:
     """The base model, saved in `directory`, and then it with each of ADAPTERS, which are saved beneath."""
-    base = save_tiny_model(directory, family)
-    adapted = [
-        save_adapter(directory / f"adapter{number}", base, seed=number, **options)
-        for number, options in enumerate(ADAPTERS, start=1)
-    ]
-    return [base, *adapted]
+    oracles = [save_tiny_model(directory, family)]
+    for number, options in enumerate(ADAPTERS, start=1):
+        adapter = save_adapter(directory, directory / f"adapter{number}", seed=number, **options)
+        oracles.append(merged_model(directory, adapter))
+    return oracles
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
