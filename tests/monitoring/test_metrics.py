@@ -6,12 +6,12 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tokasaurus.messages.status import EngineStats
+from tokasaurus.messages.status import AdapterLoad, EngineStats
 from tokasaurus.monitoring.metrics import BatchStats, EngineCollector, VllmLabels, render_metrics
 
 PHASE_SECONDS = (1.0, 2.0, 3.0, 4.0, 5.0)
 NOT_A_SAMPLE = (
-    *("phase_seconds", "expert_tokens"),  # have more labels
+    *("phase_seconds", "expert_tokens", "adapters"),  # have more labels
     "total_finished_requests",  # for the manager's line; toka_request_seconds_count is the server's own count
 )
 METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -62,6 +62,20 @@ def test_tokens_of_experts_are_exported_by_layer() -> None:
     found = [(sample.labels["replica"], sample.labels["layer"], sample.value) for sample in family.samples]
     assert found == [("0", "1", 5), ("0", "1", 0), ("0", "1", 2)]
     assert [sample.labels["expert"] for sample in family.samples] == ["0", "1", "2"]
+
+
+def test_sequences_are_counted_by_the_names_of_their_adapters() -> None:
+    loads = AdapterLoad("ab" * 32, 3, 1), AdapterLoad("cd" * 32, 0, 5)
+    stats = [EngineStats(0, 0, 9, 9, 0, 0, 0, adapters=loads)]
+    collector = EngineCollector(lambda: stats, lambda: [0], adapters={"sql": "ab" * 32, "new": "ef" * 32})
+    lines = render_metrics(collector).decode().splitlines()
+    assert [line for line in lines if line.startswith("toka_adapter")] == [
+        "toka_adapters_loaded 2.0",
+        'toka_adapter_sequences{adapter="sql",replica="0",state="running"} 3.0',
+        'toka_adapter_sequences{adapter="sql",replica="0",state="waiting"} 1.0',
+        'toka_adapter_sequences{adapter="@cdcdcdcdcdcd",replica="0",state="running"} 0.0',
+        'toka_adapter_sequences{adapter="@cdcdcdcdcdcd",replica="0",state="waiting"} 5.0',
+    ]
 
 
 def test_counters_alone_end_with_total() -> None:

@@ -282,6 +282,15 @@ HEARTBEAT_SECONDS = 1.0
 """Interval of Alive messages, in seconds."""
 
 
+class AdapterLoad(NamedTuple):
+    """The sequences of one adapter."""
+
+    digest: str
+    num_running: int
+    num_held: int
+    """Those of requests that wait for the adapter's turn; EngineStats.num_waiting counts them too."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of one manager. Totals count since start.
@@ -337,6 +346,8 @@ class EngineStats:
     """Cached blocks given up because their memory was needed."""
     expert_tokens: tuple[tuple[int, ...], ...] = ()
     """By layer, the tokens of each expert; empty for a layer without experts, or if the worker does not count them."""
+    adapters: tuple[AdapterLoad, ...] = ()
+    """Of each adapter that has sequences."""
     manager_cpu_seconds: float = field(default=0.0, compare=False)
     """CPU time of the manager process; ignored when snapshots are compared."""
 

@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from tokasaurus.messages.commands import adapter_version
 from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.status import EngineStats
 from tokasaurus.monitoring.log_writer import log_writer
@@ -297,7 +298,7 @@ class EngineCollector(Collector):
     read_switched_off: returns, for each replica, the features that the checks of its start have switched off. requests:
     of each replica, by its label. answers: HTTP answers by method, route and status. build: labels of toka_build_info.
     vllm: labels of metrics with vLLM's names; None: none of these. num_server_restarts: servers that died before this
-    one. num_adapters: that are loaded.
+    one. adapters: digests of those that have a name, by it.
     """
 
     def __init__(
@@ -312,10 +313,10 @@ class EngineCollector(Collector):
         build: Mapping[str, str] = MappingProxyType({}),
         vllm: VllmLabels | None = None,
         num_server_restarts: int = 0,
-        num_adapters: int = 0,
+        adapters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._vllm = vllm
-        self._num_adapters = num_adapters
+        self._adapters = adapters
         self._num_server_restarts = num_server_restarts
         self._requests = requests
         self._answers = answers
@@ -331,7 +332,7 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "toka_replicas_up", "Replicas that accept requests, out of dp_size.", value=len(stats_by_replica)
         )
-        yield GaugeMetricFamily("toka_adapters_loaded", "Adapters that have a name.", value=self._num_adapters)
+        yield GaugeMetricFamily("toka_adapters_loaded", "Adapters that have a name.", value=len(self._adapters))
         for name, field, help_text in _GAUGES:
             gauge = GaugeMetricFamily(name, help_text, labels=["replica"])
             for replica, stats in stats_by_replica.items():
@@ -379,6 +380,18 @@ class EngineCollector(Collector):
                 for expert, num_tokens in enumerate(own):
                     of_experts.add_metric([replica, str(layer), str(expert)], num_tokens)
         yield of_experts
+        of_adapters = GaugeMetricFamily(
+            "toka_adapter_sequences",
+            "Sequences with each adapter that has any: those that run, and those of requests that wait for its turn.",
+            labels=["replica", "adapter", "state"],
+        )
+        names = {digest: name for name, digest in self._adapters.items()}
+        for replica, stats in stats_by_replica.items():
+            for load in stats.adapters:
+                name = names.get(load.digest) or adapter_version("", load.digest)  # one that has no name any more
+                of_adapters.add_metric([replica, name, "running"], load.num_running)
+                of_adapters.add_metric([replica, name, "waiting"], load.num_held)
+        yield of_adapters
         restarts = CounterMetricFamily(
             "toka_engine_restarts",
             "Restarts of the replica after one of its processes died or hung; its other counters then start at 0 "

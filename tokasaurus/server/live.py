@@ -17,6 +17,7 @@ from typing import Literal
 import orjson
 
 from tokasaurus import __version__
+from tokasaurus.messages.commands import adapter_version
 from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.live import (
     MAX_SAMPLE_LENGTHS,
@@ -304,6 +305,10 @@ def _replica(index: int, replica: Replica, engine: EngineClient) -> LiveReplica:
     stats = replica.stats if sample is None else sample.stats
     if stats is not None:
         _add_stats(shown, stats)
+        names = {one.digest: one.name for one in engine.control.adapters.named}
+        if stats.adapters:
+            loads = ((names.get(load.digest) or adapter_version("", load.digest), load) for load in stats.adapters)
+            shown["adapters"] = {name: (load.num_running, load.num_held) for name, load in loads}
     if sample is not None:
         _add_sample(shown, sample)
     return shown

@@ -7,6 +7,7 @@ from tests.manager.helpers.requests import make_request
 from tests.manager.helpers.simulation import simulate
 from tokasaurus.messages.commands import AbortRequests, LoadAdapter, Pause, Resume, UnloadAdapter
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
+from tokasaurus.messages.status import AdapterLoad
 
 A, B, C = "aa", "bb", "cc"
 
@@ -25,7 +26,9 @@ def test_adapters_get_their_turns_in_the_order_of_their_first_waiting_request() 
     order = [A, B, A, C, B, ""]
     driver.step([request(number, adapter) for number, adapter in enumerate(order)])
     assert {sequence.request.request_id for sequence in driver.running()} == {"r0", "r5"}
-    assert driver.state.stats().num_waiting == 4
+    stats = driver.state.stats()
+    assert stats.num_waiting == 4
+    assert {*stats.adapters} == {AdapterLoad(A, 1, 1), AdapterLoad(B, 0, 2), AdapterLoad(C, 0, 1)}
     driver.run_until_idle()
     ended = [delta.request_id for delta in driver.deltas]
     # r2 does not run with r0, though it has the same adapter: B would wait for as long as requests with A come

@@ -2,7 +2,11 @@
 
 from collections import Counter, OrderedDict
 
+import numpy as np
+
 from tokasaurus.manager.state.sequence import Samples
+from tokasaurus.manager.state.slot_arrays import SlotArrays
+from tokasaurus.messages.status import AdapterLoad
 
 
 class AdapterTable:
@@ -37,7 +41,19 @@ class AdapterTable:
     @property
     def num_held(self) -> int:
         """Sequences of requests that are held back."""
-        return sum(samples.request.num_sequences for held in self._held.values() for samples in held)
+        return sum(map(self._num_held, self._held))
+
+    def _num_held(self, digest: str) -> int:
+        return sum(samples.request.num_sequences for samples in self._held.get(digest, ()))
+
+    def loads(self, slots: SlotArrays) -> tuple[AdapterLoad, ...]:
+        """Of each adapter that has sequences. slots: with those that run."""
+        if not self._held and not slots.num_with_adapters:
+            return ()
+        counts = np.bincount(slots.adapters[slots.is_running], minlength=max(self._numbers.values(), default=0) + 1)
+        running = {digest: int(counts[number]) for digest, number in self._numbers.items()}
+        loads = (AdapterLoad(one, running.get(one, 0), self._num_held(one)) for one in {**running, **self._held})
+        return tuple(load for load in loads if load.num_running or load.num_held)
 
     def is_held(self, samples: Samples) -> bool:
         return samples in self._held.get(samples.request.adapter, ())

@@ -306,6 +306,7 @@ class EngineState:
             total_device_idle_seconds=self.step_totals.idle_seconds,
             phase_seconds=self.totals.phase_seconds,
             expert_tokens=() if experts is None else tuple(tuple(own) if any(own) else () for own in experts.tolist()),
+            adapters=self.adapters.loads(self.slots),
             num_running_background=self.slots.num_background,
             num_kv_blocks_cached=self.blocks.tree.num_unused_blocks,
             total_kv_blocks_evicted=self.blocks.tree.num_evicted_blocks,

@@ -69,7 +69,7 @@ class LiveReplica(TypedDict, total=False):
     oldest_wait_seconds: of a request with a waiting sequence. lengths: predicted and actual tokens of sequences that
     finished since the event before. eta_seconds: until all that runs and waits, and all lines of the jobs, will have
     ended. eta_range: the same as a range [lowest, highest]. oldest: the oldest requests that run, then the oldest that
-    wait.
+    wait. adapters: of those with sequences, how many run and how many wait for their adapter's turn, by name.
     """
 
     index: Required[int]
@@ -97,6 +97,7 @@ class LiveReplica(TypedDict, total=False):
     parts: LiveParts
     stages: list[LiveStage]
     oldest: list[LiveOldRequest]
+    adapters: dict[str, tuple[int, int]]
 
 
 class LiveLines(TypedDict):

@@ -65,7 +65,7 @@ async def metrics(request: Request) -> Response:
         build=_build(state),
         vllm=_vllm_labels(state) if state.config.vllm_metrics else None,
         num_server_restarts=engine.num_server_restarts,
-        num_adapters=len(engine.control.adapters.named),
+        adapters={one.name: one.digest for one in engine.control.adapters.named},
     )
     return Response(render_metrics(collector), media_type=CONTENT_TYPE_LATEST)
 
