@@ -55,7 +55,9 @@ def write_random_adapter(directory: Path, info: ModelInfo, rank: int, seed: int)
                 name = f"base_model.model.model.layers.{index}.{module}.lora_{half}.weight"
                 tensors[name] = "F32", shape, numbers.tobytes()
     directory.mkdir(parents=True, exist_ok=True)
-    write_adapter(directory, {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}, tensors)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    targets = sorted({module.rpartition(".")[2] for module in shapes})  # which peers read
+    write_adapter(directory, config | {"target_modules": targets}, tensors)
 
 
 def load_of(num_rows: int, num_adapters: int, has_adapters: bool, seed: int) -> list[OfferedRequest]:
