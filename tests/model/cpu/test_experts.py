@@ -122,7 +122,8 @@ class Layer:
         """The experts of one token, and their weights."""
         spec = self.spec
         num_experts = len(self.down)
-        logits = self.router[:num_experts].double() @ x
+        # Not a product of torch's, which may add a row's numbers in another order than another's.
+        logits = (self.router[:num_experts].double() * x).sum(1)
         if self.router_bias is not None:
             logits = logits + self.router_bias.double()
         if spec.scores == "sparsemixer":
