@@ -6,6 +6,7 @@ A row of docs/clients.md is what `clients` says of a package, with the versions 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,11 +32,11 @@ def demo_server() -> Iterator[Served]:
 
 
 @contextmanager
-def training_server() -> Iterator[Served]:
+def training_server(*flags: str) -> Iterator[Served]:
     """A tiny random model in float32, which clients may replace by a trained one."""
     with TemporaryDirectory() as directory:
         save_tiny_model(Path(directory), "llama")
-        with running_toka(f"model={directory}", "dtype=float32", "kv_cache_num_tokens=16384", "rl=T") as toka:
+        with running_toka(f"model={directory}", "dtype=float32", "kv_cache_num_tokens=16384", "rl=T", *flags) as toka:
             yield Served(toka.url, Path(directory))
             toka.stop()
 
@@ -384,14 +385,14 @@ ENVIRONMENTS = (
     # Of TRL's experimental part: any version may change it.
     Environment(
         "trl",
-        ("trl==1.16.0", "transformers>=5.13,<6", "torch>=2.11,<2.14", "aiohttp", "requests"),
+        ("trl==1.16.0", "transformers>=5.13,<6", "torch>=2.11,<2.14", "peft>=0.18,<1", "aiohttp", "requests"),
         ("test_trl.py",),
         {
-            "trl": "AsyncGRPO, which trains a model that the server serves; the client of GRPO with "
-            '`vllm_mode="server"`, which generates. This mode then asks for vLLM\'s transfer of weights by NCCL, which '
-            "the server does not have, and stops with its own error"
+            "trl": "AsyncGRPO, which trains a served model, or its adapter; the client of GRPO "
+            'with `vllm_mode="server"`, which generates. This mode then asks for vLLM\'s transfer of weights by NCCL, '
+            "which the server does not have, and stops with its own error"
         },
-        server=training_server,
+        server=partial(training_server, "dp_size=2"),
     ),
     Environment(
         "verifiers",

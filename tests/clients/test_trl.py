@@ -1,8 +1,7 @@
 """TRL's AsyncGRPOTrainer trains the server's model, which gets new weights through examples/weight_transfer.py.
-GRPOTrainer's client generates; its transfer of weights is vLLM's."""
+An adapter is sent by TRL itself. GRPOTrainer's client generates; its transfer of weights is vLLM's."""
 
 import json
-import logging
 import math
 import urllib.request
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ pytest.importorskip("trl", reason="TRL is not installed: `make test-clients` has
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -170,7 +170,7 @@ def test_the_client_of_grpo_generates(vllm_client: Any, plain_post: PlainPost) -
     chats = [[{"role": "user", "content": "Hello"}], [{"role": "user", "content": "Bye"}]]
     answer = vllm_client.chat(chats, temperature=0, max_tokens=4, generation_kwargs={"ignore_eos": True})
     assert [len(ids) for ids in answer["completion_ids"]] == [4, 4]
-    assert vllm_client.get_world_size() == 1
+    assert vllm_client.get_world_size() == 2
     vllm_client.reset_prefix_cache()
 
 
@@ -179,23 +179,79 @@ def test_the_client_of_grpo_says_that_its_transfer_of_weights_is_missing(vllm_cl
         vllm_client.init_communicator()
 
 
-def test_adapters_are_to_be_merged_since_the_server_takes_none(
-    vllm_client: Any, base_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """AsyncGRPOTrainer decides so of a model with an adapter by what /server_info says, in words of its own."""
-    from trl.experimental.async_grpo.async_grpo_trainer import select_adapter_sync
-
-    facts = vllm_client.get_server_info()
-    assert facts["lora_config"] is None
-    config = training(base_url.removesuffix("/v1"), tmp_path, max_steps=1)
-    logger = logging.getLogger("trl")
-    with mock.patch.object(logger, "propagate", True), caplog.at_level(logging.WARNING):
-        assert not select_adapter_sync(facts, None, config)
-    assert "vLLM server started without `--enable-lora`" in caplog.text
-
-
 def log_probabilities(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
     """By transformers: [completion, vocabulary], float32."""
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     return logits.float().log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class AdapterRun:
+    sends_adapters: bool
+    log: list[dict[str, float]]
+    """TRL's figures of each step."""
+    listed: list[str]
+    """Adapters of the server, at the end."""
+    merged: Any
+    """The trained adapter in its model, by peft."""
+
+
+@pytest.fixture(scope="module")
+def adapter_run(base_url: str, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRun:
+    """TRL's own client loads each version on both replicas, under a new name. Last: it begins with the model's own
+    weights, which another training may have replaced."""
+    url, output = base_url.removesuffix("/v1"), tmp_path_factory.mktemp("trl-adapter")
+    body = json.dumps({"weight_dir": str(model_directory)}).encode()
+    urllib.request.urlopen(urllib.request.Request(f"{url}/update_weights", body), timeout=60).close()
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    config = training(url, output, max_steps=NUM_UPDATES)
+    config.learning_rate = 3e-2
+    with replaced_parts():
+        trainer = AsyncGRPOTrainer(
+            model=str(model_directory),
+            reward_funcs=share_of_even_ids,
+            args=config,
+            train_dataset=Dataset.from_list(QUESTIONS),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=8, target_modules="all-linear", lora_alpha=16),
+        )
+        trainer.train()
+    with urllib.request.urlopen(f"{base_url}/models", timeout=60) as answer:
+        listed = [model["id"] for model in json.load(answer)["data"] if model["parent"] is not None]
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    trainer.save_model(str(output / "trained"))
+    base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, str(output / "trained")).merge_and_unload().eval()
+    return AdapterRun(trainer._lora_sync, log, listed, merged)
+
+
+def test_the_client_sends_adapters_and_unloads_what_is_stale(adapter_run: AdapterRun) -> None:
+    assert adapter_run.sends_adapters
+    assert len(adapter_run.log) == NUM_UPDATES
+    # One is sent before the first step; with max_staleness=1 two of them are kept.
+    assert adapter_run.listed == [f"trl-policy-v{number}" for number in (NUM_UPDATES, NUM_UPDATES + 1)]
+
+
+def test_an_adapter_learns_from_log_probabilities_of_its_own(adapter_run: AdapterRun) -> None:
+    first = adapter_run.log[0]
+    assert first["ratio"] == pytest.approx(1, abs=1e-4)
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    rewards = [entry["reward"] for entry in adapter_run.log]
+    assert sum(rewards[-5:]) > sum(rewards[:5])
+
+
+def test_the_server_has_the_trained_adapter_beside_the_model(
+    adapter_run: AdapterRun, model_directory: Path, plain_post: PlainPost
+) -> None:
+    untrained = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
+    for name, model in ((adapter_run.listed[-1], adapter_run.merged), ("default", untrained)):
+        for prompt in PROMPTS * 2:  # of both replicas
+            body = {"model": name, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+            (choice,) = plain_post("completions", {**body, "logprobs": 0, "return_token_ids": True})["choices"]
+            expected = log_probabilities(model, prompt, choice["token_ids"])
+            of_tokens = expected.gather(1, torch.tensor(choice["token_ids"])[:, None])[:, 0]
+            given = torch.tensor(choice["logprobs"]["token_logprobs"])
+            torch.testing.assert_close(given, of_tokens, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(of_tokens, expected.amax(1), atol=1e-4, rtol=0)  # greedy
