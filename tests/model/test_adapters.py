@@ -8,9 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.checkpoint.helpers.gguf_files import VOCAB
 from tests.helpers.peft_adapters import LINEAR, merged_model, save_adapter
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import load, oracle_greedy
+from tests.model.helpers.quantised_models import quantised
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.checkpoint.adapters import read_adapter
 from tokasaurus.model.decoder.adapters import ModelAdapters
@@ -38,19 +40,39 @@ def make_oracles(directory: Path, family: str) -> list[PreTrainedModel]:
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_each_row_has_the_text_of_its_adapter(tmp_path: Path, family: str, backend: str) -> None:
     oracles = make_oracles(tmp_path, family)
-    model, info = load(tmp_path, packed=backend == "cpu")
-    adapters = ModelAdapters(model, len(ADAPTERS))
+    assert_each_row_has_its_text(tmp_path, [tmp_path / f"adapter{n}" for n in range(1, 7)], oracles, backend)
+
+
+def test_a_quantised_model_has_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Q4_1, beside PEFT's on the dequantised one, which GGUF's order of channels does not concern."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory, base = quantised(tmp_path, "llama", "Q4_1")
+    plain, oracles = tmp_path / "plain", [base.eval()]
+    sources = [
+        save_adapter(plain, tmp_path / str(seed), seed, target_modules=LINEAR, r=rank)
+        for seed, rank in ((1, 16), (2, 3))
+    ]
+    oracles += [merged_model(plain, source) for source in sources]
+    assert_each_row_has_its_text(directory, sources, oracles, "cpu", vocab_size=VOCAB)
+
+
+def assert_each_row_has_its_text(
+    directory: Path, sources: list[Path], oracles: list[PreTrainedModel], backend: str, vocab_size: int = VOCAB_SIZE
+) -> None:
+    """sources: of adapters. oracles: the model without an adapter, and with each."""
+    model, info = load(directory, packed=backend == "cpu")
+    adapters = ModelAdapters(model, len(sources))
     digests = [""]
-    for number in range(1, len(oracles)):
-        adapter = read_adapter(tmp_path / f"adapter{number}")
+    for source in sources:
+        adapter = read_adapter(source)
         adapters.load(adapter.digest, adapters.share(adapter))
         digests.append(adapter.digest)
     driver = StepDriver(make_runner(model, info, backend, adapters=adapters))
     for number in range(1, len(oracles)):
         driver.place_adapter(number, digests[number])
     rng = random.Random(0)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 15, 33]))] for _ in oracles]
-    slots = dict(enumerate([0, 1, 2, 3, 4, 5, 6], start=1))
+    prompts = [[rng.randrange(vocab_size) for _ in range(rng.choice([1, 2, 15, 33]))] for _ in oracles]
+    slots = dict(enumerate(range(len(oracles)), start=1))
     got: dict[int, list[tuple[int, float | None]]] = {slot: [] for slot in slots}
     for slot, number in slots.items():
         driver.open(slot, prompts[number], adapter=number, num_prompt_top=1)

@@ -3,27 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
-from gguf import GGMLQuantizationType
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.checkpoint.helpers.gguf_files import VOCAB, random_weights, write_gguf
+from tests.checkpoint.helpers.gguf_files import VOCAB
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load
-from tokasaurus.checkpoint import resolve_checkpoint, weight_files
-from tokasaurus.checkpoint.dequantized import write_dequantized
+from tests.model.helpers.quantised_models import quantised
+from tokasaurus.checkpoint import weight_files
 from tokasaurus.model.decoder.weights import load_weights
-
-
-def quantised(directory: Path, family: str, kind: str, tied: bool = False) -> tuple[Path, PreTrainedModel]:
-    """The checkpoint's directory, and transformers' model of it."""
-    path = directory / "model.gguf"
-    weights = {name: array / 8 for name, array in random_weights(family, tied).items()}
-    write_gguf(path, family, weights, GGMLQuantizationType[kind])
-    checkpoint = resolve_checkpoint(str(path)).directory
-    plain = directory / "plain"
-    plain.mkdir()
-    write_dequantized(checkpoint, plain)
-    return checkpoint, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
