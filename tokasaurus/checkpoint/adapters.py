@@ -366,7 +366,10 @@ def _parse_tensors(
             raise CheckpointError(f"{module} has rank {rank}, more than max_lora_rank={max_rank}")
         if module in places.embeddings:  # the embedding's outputs are the columns of its weight
             a, b = np.ascontiguousarray(b.T), np.ascontiguousarray(a.T)
-        low_rank.append(LowRank(f"{module}.weight", a, b, config.scale_of(module, rank)))
+        scale = config.scale_of(module, rank)
+        if abs(scale) * float(np.abs(b).max(initial=0)) > np.finfo(np.float32).max:
+            raise CheckpointError(f"{module} has numbers that its scale, {scale:g}, makes too large")
+        low_rank.append(LowRank(f"{module}.weight", a, b, scale))
     whole = [
         WholeWeight(f"{module}.weight", _numbers(content, name, tensors[name]))
         for module, name in sorted(places.whole.items())

@@ -94,3 +94,19 @@ def test_loading_and_unloading_need_no_pause_and_a_number_goes_back() -> None:
     driver.run_until_idle()
     assert driver.deltas[-1].request_id == "r1"
     driver.assert_nothing_is_left()
+
+
+def test_an_adapter_that_is_unloaded_before_any_step_is_not_placed() -> None:
+    """The worker has forgotten it when the next step arrives."""
+    driver = make_driver()
+    driver.step([LoadAdapter(1, A, "/a")])
+    while not driver.done:
+        driver.step()
+    driver.state.is_paused = True  # no step places it
+    driver.step([request(0, A)])
+    driver.step([CancelRequest("r0")])
+    driver.state.is_paused = False
+    driver.step([UnloadAdapter(2, A), request(1, "")])
+    driver.run_until_idle()
+    assert driver.worker.adapters == {0: ""}
+    driver.assert_nothing_is_left()

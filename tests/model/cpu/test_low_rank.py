@@ -12,14 +12,16 @@ from tokasaurus.model.cpu.bindings import HugePageTensors
 from tokasaurus.model.cpu.layer_executor import BlockWeight, LayerKernels, PackedWeights
 from tokasaurus.model.cpu.low_rank import LowRankRows, PackedAdapters
 
-NUM_ADAPTERS = 4
+NUM_ADAPTERS = 5
 
 
 def random_adapter(rows: list[tuple[int, int, int]], in_size: int, dtype: torch.dtype) -> list[LowRankRows]:
     """rows: (first output, outputs, ranks) of each part."""
+    generator = torch.Generator().manual_seed(in_size)
+    ups = [torch.randn(count, ranks, generator=generator) / ranks for _, count, ranks in rows]
     return [
-        LowRankRows(first, random_rows(ranks, in_size, dtype), (torch.randn(count, ranks) / ranks).to(dtype).float())
-        for first, count, ranks in rows
+        LowRankRows(first, random_rows(ranks, in_size, dtype), up.to(dtype).float())
+        for (first, _, ranks), up in zip(rows, ups, strict=True)
     ]
 
 
@@ -36,7 +38,7 @@ def added(x: Tensor, parts: list[LowRankRows], num_outputs: int) -> Tensor:
 @pytest.fixture
 def adapters_of_rows() -> Tensor:
     """Runs of rows with one adapter, some longer than a tile, and rows without."""
-    runs = [(1, 40), (0, 3), (2, 1), (3, 13), (1, 1), (4, 12), (0, 1), (2, 30)]
+    runs = [(1, 40), (0, 3), (2, 1), (3, 13), (1, 1), (4, 12), (5, 3), (0, 1), (2, 30)]
     return torch.from_numpy(np.repeat(*np.array(runs).T).astype(np.int32))
 
 
@@ -53,7 +55,8 @@ def test_each_row_gets_what_its_own_adapter_adds(
         1: random_adapter([(0, 40, 16), (40, 20, 3), (60, 15, 8)], in_size, dtype),
         2: random_adapter([(33, 7, 1)], in_size, dtype),  # other outputs stay as they are
         3: random_adapter([(0, 75, 70)], in_size, dtype),
-    }  # number 4 is nobody's
+        4: random_adapter([(0, 20, 8), (50, 25, 4)], in_size, dtype),  # fewer vectors of ranks than a panel
+    }  # number 5 is nobody's
     for number, own in parts.items():
         adapters.place(number, adapters.pack(own, HugePageTensors()))
     x = random_rows(len(adapters_of_rows), in_size, packed.activation_dtype)
@@ -70,7 +73,7 @@ def test_each_row_gets_what_its_own_adapter_adds(
         alone = packed.multiply(x[some], adapters=(adapters.address, adapters_of_rows[some]))
         assert torch.equal(alone[is_finite[some]], together[some][is_finite[some]])
     plain = packed.multiply(x)
-    without = (adapters_of_rows == 0) | (adapters_of_rows == 4)
+    without = (adapters_of_rows == 0) | (adapters_of_rows == 5)
     assert torch.equal(together[without & is_finite], plain[without & is_finite])
     adapters.place(1, None)
     again = packed.multiply(x, adapters=(adapters.address, adapters_of_rows))
@@ -94,8 +97,9 @@ def test_gates_and_ups_have_their_own_ranks_before_the_activation(kernels: Layer
     features = x.double() @ weight.double().T
     features[:9] += added(x[:9], both, 2 * width)
     features[9:] += added(x[9:], both[1:], 2 * width)
-    gates, ups = features.chunk(2, dim=1)
-    assert_close(packed.multiply(x, adapters=(adapters.address, numbers)), functional.silu(gates) * ups)
+    gates, ups = features.to(x.dtype).double().chunk(2, dim=1)  # rounded as if they were stored
+    activated = functional.silu(gates).to(x.dtype).double()
+    assert_close(packed.multiply(x, adapters=(adapters.address, numbers)), activated * ups)
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 30])

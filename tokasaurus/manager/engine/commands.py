@@ -48,6 +48,8 @@ def run_commands(state: EngineState, send: Callable[[WorkerCommand], None] | Non
             assert send is not None, "an engine whose workers take commands"
             if isinstance(command, Sleep):
                 _clear_cache(state)
+            elif isinstance(command, UnloadAdapter):  # before the next step, which would place it
+                state.adapters.forget(command.digest)
             state.sent_command = command
             send(command)
             return
@@ -115,7 +117,7 @@ def note_done(state: EngineState, done: CommandDone) -> None:
         case LoadAdapter():
             state.adapters.loaded[command.digest] = None
         case UnloadAdapter():
-            state.adapters.forget(command.digest)
+            pass
 
 
 def _note_update(state: EngineState, update: UpdateWeights) -> None:

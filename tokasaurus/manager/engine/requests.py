@@ -110,7 +110,7 @@ def queue_released(state: EngineState) -> None:
 def queue_to_end(state: EngineState, samples: Samples) -> None:
     """Queue a request that is to be ended now, if it was held back."""
     queue_released(state)
-    if state.adapters.give_up(samples):
+    if state.adapters.take_out(samples):
         queue(state, samples)
 
 

@@ -82,7 +82,7 @@ class AdapterTable:
         released, self._released = self._released, []
         return released
 
-    def give_up(self, samples: Samples) -> bool:
+    def take_out(self, samples: Samples) -> bool:
         """Whether the request was held back. It is open now, perhaps without a number: it is to be queued and ended
         before any sequence is admitted."""
         if not self.is_held(samples):

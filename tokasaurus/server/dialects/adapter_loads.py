@@ -123,7 +123,7 @@ async def unload_lora(request: Request, body: UnloadLora) -> Response:
 
 @router.post("/load_lora_adapter", responses=answers(LoadedLoras, *BODY_ERRORS, 404, 503))
 async def load_lora_adapter(request: Request, body: LoadLoraAdapter) -> Response:
-    """The same, always in place."""
+    """Load an adapter, in place of one that has the name."""
     state = ready_state_of(request)
     await _load(state, body.lora_name, body.lora_path, "lora_path")
     return _loaded(state)
@@ -144,7 +144,7 @@ async def load_lora_adapter_from_tensors(request: Request, body: LoadLoraFromTen
 
 @router.post("/unload_lora_adapter", responses=answers(LoadedLoras, *BODY_ERRORS, 404, 503))
 async def unload_lora_adapter(request: Request, body: UnloadLora) -> Response:
-    """The same."""
+    """Unload an adapter: its name is unknown from now on."""
     state = ready_state_of(request)
     _unload(state, body.lora_name)
     return _loaded(state)

@@ -135,6 +135,8 @@ class Adapters:
                     )
                 if digest not in self._loaded:
                     directory = self._directory / digest
+                    # Of a load that was cancelled: nobody reads it, or what it has is the same.
+                    await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
                     incoming.replace(directory)
                     await self._load_on_all(digest, directory, written, param)
                     self._loaded[digest] = str(directory)
@@ -162,17 +164,15 @@ class Adapters:
         """A replica must be told of adapters before it gets requests."""
         return bool(self._loaded or self._left)
 
-    def of_dead_servers(self) -> set[str]:
-        """Digests of those that a replica may have, and that no request needs any more."""
-        return set(self._left)
-
-    async def bring_next(self, replica: Replica, has: set[str]) -> bool:
-        """Tell a replica that is not ready yet of one adapter that it lacks, or has in vain. False if it has those of
-        the others. has: digests, changed here; first of_dead_servers. Raises ReplicaLost, AdapterRefused."""
-        missing = next((digest for digest in self._loaded if digest not in has), None)
-        gone = next((digest for digest in has if digest not in self._loaded), None)
+    async def bring_next(self, replica: Replica, told: dict[str, bool]) -> bool:
+        """Tell a replica that is not ready yet of one adapter that it may lack, or have in vain. False if it has those
+        of the others. told: what it has been told, changed here: by digest, whether it has it; empty at first. Raises
+        ReplicaLost, AdapterRefused."""
+        missing = next((digest for digest in self._loaded if not told.get(digest)), None)
+        others = (digest for digest in {*told, *self._left} if digest not in self._loaded)
+        gone = next((digest for digest in others if told.get(digest, True)), None)
         if missing is not None:
-            has.add(missing)
+            told[missing] = True
             directory = self._loaded[missing]
             try:
                 await self._commands.run(replica, partial(LoadAdapter, digest=missing, directory=directory))
@@ -182,7 +182,7 @@ class Adapters:
                 reason = str(error).replace(directory, source)
                 raise AdapterRefused(f"a replica cannot get the adapter {name!r}: {reason}") from None
         elif gone is not None:
-            has.discard(gone)
+            told[gone] = False
             await self._commands.run(replica, partial(UnloadAdapter, digest=gone))
         return missing is not None or gone is not None
 

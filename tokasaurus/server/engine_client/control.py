@@ -25,7 +25,7 @@ from tokasaurus.messages.commands import (
 )
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.status import FlagRefused, Predecessors, Ready, UserError, first_line
-from tokasaurus.server.engine_client.adapters import AdapterRefused, Adapters, is_only_an_adapter
+from tokasaurus.server.engine_client.adapters import AdapterRefused, Adapters, adapter_named_by, is_only_an_adapter
 from tokasaurus.server.engine_client.commands import CommandRefused, Commands, ReplicaLost
 from tokasaurus.server.engine_client.pending import PendingRequest
 from tokasaurus.server.engine_client.replicas import Replica
@@ -408,9 +408,11 @@ class EngineControl:
         def name() -> str:
             return next_version(self.weight_version) if version is None else version
 
+        before = self.adapters.of_base
+        of_model = "" if before is None else before.digest
         adapter = await self.adapters.load(BASE_NAME, directory, replaces=True, version=name, param=param)
-        if mode == "abort":
-            await self._requests.abort(lambda request: request.adapter_version != adapter.version)
+        if mode == "abort":  # what runs with the model as it was before, but no adapter that was asked for by name
+            await self._requests.abort(lambda request: request.adapter == of_model and not adapter_named_by(request))
         return adapter.version
 
     async def _update_all(self, update: UpdateWeights) -> bool:
@@ -479,14 +481,14 @@ class EngineControl:
     async def _catch_up(self, replica: Replica, was_paused: bool) -> None:
         """Give a replica, which is up and not ready, the weights and adapters that the others got while it was being
         started. was_paused: by a server that has died."""
-        has = self.adapters.of_dead_servers()
+        told = dict[str, bool]()
         try:
             while True:  # more may come meanwhile
                 missing = [update for update in self._updates if update.number > replica.update_number]
                 if missing:
                     await self._update_one(replica, missing[0])
                     was_paused = True
-                elif not await self.adapters.bring_next(replica, has):
+                elif not await self.adapters.bring_next(replica, told):
                     break
         except ReplicaLost:
             return

@@ -144,11 +144,12 @@ void multiply_down(Gemm<Weight>& gemm) {
   typedef Activation<Weight> Element;
   std::vector<AdapterRows>& runs = adapter_rows();
   runs.clear();
-  int64_t num_ranks = 0;
+  int64_t num_ranks = 0, parts = 0;
   for (int64_t row = 0; row < gemm.num_rows; ++row) {
     const LowRank* const adapter = gemm.adapters.table + gemm.adapters.of_rows[row];
     if (adapter->up == nullptr) continue;
     num_ranks = std::max(num_ranks, adapter->num_ranks);
+    parts = std::max(parts, adapter->num_ranks / kPanel + adapter->num_ranks % kPanel / kLanes);
     if (!runs.empty()) {
       AdapterRows& last = runs.back();
       if (last.adapter == adapter && last.first + last.count == row && last.count < Tiles<Weight>::kRows) {
@@ -162,7 +163,6 @@ void multiply_down(Gemm<Weight>& gemm) {
   Element* const inner = scratch(inner_scratch<Element>(), gemm.num_rows * num_ranks);
   gemm.inner = inner;
   gemm.inner_size = num_ranks;
-  const int64_t whole = num_ranks / kPanel, parts = whole + (num_ranks - whole * kPanel + kLanes - 1) / kLanes;
   const int64_t num_items = int64_t(runs.size()) * parts, in_size = gemm.weights.in_size;
   const auto item_at = [&](int64_t index) {
     const AdapterRows& rows = runs[index / parts];
