@@ -167,7 +167,7 @@ APPLIED_VALUES: dict[str, Any] = {
     **{"moe_num_shared_experts": 1, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
     **{"swiglu_alpha": 3.0, "swiglu_limit": 3.0, "router_jitter_noise": 0.3, "lm_head_bias": True},
     **{"intermediate_size_mlp": 48, "moe_layers": [1], "interleave_moe_layer_step": 2, "floor_scale": 16},
-    **{"attention_chunk_size": 16, "attn_temperature_tuning": True},
+    **{"attention_chunk_size": 16, "attn_temperature_tuning": True, "attn_scale": 0.5},
     "layer_rope_theta": [0, 1e4, 7e5],
     "partial_rotary_factor": 0.25,
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},

@@ -242,7 +242,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "llama4_text": [
-        {"head_dim": 16, "num_local_experts": 8, "intermediate_size_mlp": 64, "num_hidden_layers": 4},
+        {
+            **{"head_dim": 16, "num_local_experts": 8, "intermediate_size_mlp": 64, "num_hidden_layers": 4},
+            **{"attention_chunk_size": 13, "floor_scale": 7, "attn_scale": 0.8},
+        },
         {
             **{"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 128},
             **{"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True},

@@ -244,7 +244,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelInf
     return ModelInfo(
         family=name,
         spec=spec,
-        context_length=min(settings.longest, extended_context_length(config, spec.rotary[0], settings.max_positions)),
+        context_length=extended_context_length(config, spec.rotary[0], settings.max_positions),
         tie_embeddings=flag(settings.fields, "tie_word_embeddings"),
         eos_ids=tuple(sorted(_eos_ids(config, spec.vocab_size) | _eos_ids(generation, spec.vocab_size))),
         dtype=_parse_dtype(config),

@@ -69,6 +69,8 @@ class RopeInfo:
     """The part of each head's channels that is rotated."""
     position_scale: float = 0.0
     """Cosines and sines are multiplied by 1 + position_scale * log(1 + position // original_context_length)."""
+    position_offset: int = 0
+    """Added to the position there."""
 
     def num_rotated(self, head_dim: int) -> int:
         """Channels of a head that are rotated."""

@@ -48,6 +48,8 @@ class AttentionSpec:
     """Factor of the scores, usually head_dim ** -0.5."""
     window: int | None = None
     """A token sees the last `window` tokens, itself among them; None: all."""
+    chunk: int | None = None
+    """A token sees only tokens of its own chunk, of so many from position 0 on; None: all. Has no window then."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap); None: they stay."""
     rotary: int | None = 0

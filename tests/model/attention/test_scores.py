@@ -28,12 +28,17 @@ def random_layer(rng: random.Random) -> AttentionSpec:
     return AttentionSpec(H, K, D, scale, window=window, softcap=rng.choice([None, 2.0, 30.0]))
 
 
+def random_chunks(rng: random.Random) -> AttentionSpec:
+    return AttentionSpec(H, K, D, D**-0.5, chunk=rng.choice([1, 5, 16, 33, 100]), softcap=rng.choice([None, 2.0]))
+
+
 def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
     """query [H, D] of the last of L tokens, key and value [L, K, D] -> [H, D], in float64."""
     length = len(key)
     out = []
     for head in range(H):
-        seen = range(max(0, length - (layer.window or length)), length)
+        before = range(length) if layer.chunk is None else [t for t in range(length) if t % layer.chunk == 0][-1:]
+        seen = range(max(before[0], length - (layer.window or length)), length)
         scores = [float(query[head].double() @ key[token, head * K // H].double()) * layer.scale for token in seen]
         if layer.softcap is not None:
             scores = [layer.softcap * math.tanh(score / layer.softcap) for score in scores]
@@ -62,12 +67,14 @@ def filled(name: str, layers: list[AttentionSpec], segments: list[Segment], seed
 
 @pytest.mark.parametrize("name", ["cpu", "torch", "reference", "flashinfer"])
 @few(6, "seed", range(12))
-def test_rows_see_their_windows_with_capped_and_scaled_scores(
+def test_rows_see_their_windows_or_chunks_with_capped_and_scaled_scores(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flashinfer_double.install(monkeypatch, any_dtype=True)
     rng = random.Random(seed)
     layers = [random_layer(rng) for _ in range(3)]
+    if name != "flashinfer":  # see the next test
+        layers += [random_chunks(rng) for _ in range(2)]
     lengths = [rng.choice([1, 16, 17, 40, 150]) for _ in range(5)]
     segments = [Segment(rng.randint(1, min(length, 40)), length) for length in lengths]
     backend, (contents, tables) = filled(name, layers, segments, seed)
@@ -83,6 +90,12 @@ def test_rows_see_their_windows_with_capped_and_scaled_scores(
                 own = expected(query[row], key[:visible], value[:visible], layer)
                 torch.testing.assert_close(found[row].double(), own, atol=1e-5, rtol=1e-5)
                 row += 1
+
+
+def test_flashinfer_refuses_chunks() -> None:
+    layers = AttentionSpec(H, K, 64, 0.1), AttentionSpec(H, K, 64, 0.1, chunk=16)
+    shape = KVShape(2, H, K, 64, P, torch.float16, torch.device("cuda"), layers=layers)
+    assert flashinfer_backend.why_unfit(shape) == "it computes no attention within chunks"
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch", "reference"])

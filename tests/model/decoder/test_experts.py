@@ -263,19 +263,20 @@ def test_memory_of_experts_is_reserved_for_as_many_as_tokens_choose(
         assert reserved == [(3000, config.num_experts_per_tok)] * (config.num_hidden_layers - 1)
 
 
-def test_sequences_of_llama_4_end_where_its_attention_is_cut_or_scaled(tmp_path: Path) -> None:
-    """By chunks in layers with rotary embedding, and by position in the others, from the token floor_scale on."""
-    save_random_model(tmp_path, option_config("llama4_text", 0, attention_chunk_size=48, floor_scale=33))
+def test_layers_of_llama_4_see_chunks_or_all_as_config_json_says(tmp_path: Path) -> None:
+    save_random_model(tmp_path, option_config("llama4_text", 0))
     path = tmp_path / "config.json"
     whole = json.loads(path.read_text())
-    for changed, longest in (
-        ({}, 32),
-        ({"attn_temperature_tuning": False}, 48),
-        ({"attn_temperature_tuning": False, "layer_types": ["full_attention"] * 4}, 512),
-        ({"floor_scale": 64, "layer_types": None}, 48),
+    for changed, chunks in (
+        ({}, [13, 13, 13, None]),
+        ({"layer_types": None}, [13, 13, 13, None]),
+        ({"layer_types": ["full_attention"] * 4}, [None] * 4),
+        ({"layer_types": None, "attention_chunk_size": None}, [None] * 4),
     ):
         path.write_text(json.dumps(whole | changed))
-        assert read_model_info(tmp_path).context_length == longest
+        info = read_model_info(tmp_path)
+        assert [layer.attention.chunk for layer in info.spec.layers] == chunks
+        assert info.context_length == 512
     path.write_text(json.dumps(whole | {"layer_types": ["sliding_attention"] * 4}))
     with pytest.raises(CheckpointError, match="layer_types"):
         read_model_info(tmp_path)

@@ -673,6 +673,22 @@ def test_layers_with_windows_have_no_prefix_groups_with_flashinfer(
     assert torch_worker.limits.hydragen is not None
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_layers_with_chunks_have_no_prefix_groups(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A chunk may begin in the prefix, or in what follows. The same layers without chunks have groups."""
+    flags = [f"attention_backend={backend}", "use_hydragen=T"]
+    flags += ["hydragen_min_group_size=2", "hydragen_min_prefix_len=16"]  # nothing is measured
+    save_random_model(tmp_path, option_config("llama4_text", 0))
+    assert start(tmp_path, *flags).limits.hydragen is None
+    (line,) = [record.getMessage() for record in caplog.records if "use_hydragen" in record.getMessage()]
+    assert line.startswith("use_hydragen=T does nothing: ")
+    assert line.endswith("chunks")
+    save_random_model(tmp_path, option_config("llama4_text", 0, attention_chunk_size=None, layer_types=None))
+    assert start(tmp_path, *flags).limits.hydragen is not None
+
+
 def once(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
     """The first call is `first`'s, all others are `then`'s."""
     calls = iter([first])

@@ -1,6 +1,7 @@
 """Families with experts whose layers are else those of dense families: Mixtral's and Qwen's kin, OLMoE, Granite, ERNIE
 4.5, Hunyuan, Llama 4, and GPT-OSS with sinks, biases and limited gates."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,8 +9,8 @@ from typing import Any
 from tokasaurus.checkpoint.families.family import FULL, ExpertStack, Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.families.granite import MULTIPLIERS, layer_of_granite, scales_of_granite
 from tokasaurus.checkpoint.families.hunyuan import attention_of_hunyuan, rope_of_hunyuan
-from tokasaurus.checkpoint.json_files import CheckpointError, json_object, positive_int
-from tokasaurus.checkpoint.rope import MAX_CONTEXT
+from tokasaurus.checkpoint.json_files import CheckpointError, json_object, positive_float, positive_int
+from tokasaurus.checkpoint.rope import MAX_CONTEXT, RopeInfo
 from tokasaurus.checkpoint.spec import AttentionSpec, ExpertsSpec, GateLimits, LayerSpec, MLPSpec, ModelSpec, NormSpec
 
 
@@ -214,29 +215,35 @@ def _llama4_text(config: Settings) -> ModelSpec:
     own = replace(norm, has_weight=False) if config.flag("use_qk_norm") else None
     attention = config.attention(has_qkv_bias=bias, has_out_bias=bias)
     rotated = replace(attention, query_key_norm=own, norms_after_rotary=own is not None)
-    attentions = [rotated if each else replace(attention, rotary=None) for each in rotates[: config.num_layers]]
+    tables, plain = [rope], replace(attention, rotary=None)
+    if config.fields.get("attn_temperature_tuning"):
+        scale, original = positive_float(fields, "attn_scale", 1e3), positive_int(fields, "floor_scale", MAX_CONTEXT)
+        turns_nothing = RopeInfo(rope.theta, "linear", factor=math.inf)
+        of_queries = replace(turns_nothing, position_scale=scale, original_context_length=original, position_offset=1)
+        tables, plain = [rope, of_queries], replace(plain, query_rotary=1)
+    chunks = _llama4_chunks(config, rotates)
+    attentions = [
+        replace(rotated if each else plain, chunk=chunk) for each, chunk in zip(rotates, chunks, strict=False)
+    ]
     experts = config.experts(
         "num_local_experts", shared_width=config.width, scores="sigmoid_of_chosen", weighs_inputs=True
     )
     dense = replace(config.mlp(), width=positive_int(fields, "intermediate_size_mlp", 1 << 24))
     layers = _layers(config, attentions, experts, with_experts.__contains__, dense)
-    config.longest = min(_llama4_limits(config, rotates))
-    return config.model(layers, norm, rotary=(rope,))
+    return config.model(layers, norm, rotary=tuple(tables))
 
 
-def _llama4_limits(config: Settings, rotates: list[int]) -> list[int]:
-    """Longest sequences in which all layers see all tokens, with scores that are not scaled by position."""
-    limits, types = [MAX_CONTEXT], config.fields.get("layer_types")
+def _llama4_chunks(config: Settings, rotates: list[int]) -> list[int | None]:
+    """Of each layer; None: it sees all tokens."""
+    types = config.fields.get("layer_types")
     chunk = config.fields.get("attention_chunk_size")
     if types is None:
         types = ["chunked_attention" if each and chunk is not None else FULL for each in rotates]
     if not isinstance(types, list) or any(each not in (FULL, "chunked_attention") for each in types):
         raise CheckpointError(f"layer_types {types!r} is not supported, only '{FULL}' and 'chunked_attention'")
     if "chunked_attention" in types:
-        limits.append(positive_int(config.fields, "attention_chunk_size", MAX_CONTEXT))
-    if config.fields.get("attn_temperature_tuning"):  # acts from this token on, in layers without rotary embedding
-        limits.append(max(1, positive_int(config.fields, "floor_scale", MAX_CONTEXT) - 1))
-    return limits
+        chunk = positive_int(config.fields, "attention_chunk_size", MAX_CONTEXT)
+    return [None if each == FULL else chunk for each in types[: config.num_layers]]
 
 
 _LOSSES = ("router_aux_loss_coef", "output_router_logits")
@@ -427,14 +434,14 @@ FAMILIES = {
         applied=(
             *("num_local_experts", "num_experts_per_tok", "intermediate_size_mlp", "moe_layers", "attention_bias"),
             *("interleave_moe_layer_step", "use_qk_norm", "no_rope_layers", "no_rope_layer_interval"),
-            *("attention_chunk_size", "attn_temperature_tuning", "floor_scale"),
+            *("attention_chunk_size", "attn_temperature_tuning", "floor_scale", "attn_scale"),
         ),
-        without_effect=(*_LOSSES, "attn_scale", "router_jitter_noise"),
+        without_effect=(*_LOSSES, "router_jitter_noise"),
         defaults={
             **{"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "num_local_experts": 16},
             **{"num_experts_per_tok": 1, "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1},
             **{"use_qk_norm": True, "no_rope_layer_interval": 4, "attention_chunk_size": 8192},
-            **{"attn_temperature_tuning": True, "floor_scale": 8192},
+            **{"attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
         },
         stored=StoredTensors(
             {

@@ -139,8 +139,6 @@ class Settings:
         self.vocab_size = positive_int(self.fields, "vocab_size", _MAX_WIDTH)
         self.width = positive_int(self.fields, "intermediate_size", _MAX_WIDTH)
         self.max_positions = positive_int(self.fields, "max_position_embeddings", MAX_CONTEXT)
-        self.longest = MAX_CONTEXT
-        """Tokens of the longest sequence that the layers compute as the model does, whatever else config.json says."""
 
     def flag(self, name: str) -> bool:
         return flag(self.fields, name)

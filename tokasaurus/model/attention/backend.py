@@ -7,7 +7,7 @@ query rows of a `PagedPart` over the blocks of that part. Shared code (row_split
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,9 +25,18 @@ class Scores(NamedTuple):
 
     scale: float
     window: int | None
+    """Negative: a token sees its own chunk of so many tokens."""
     softcap: float | None
     sinks: Tensor | None
     """float32 [H]; None: the layer has none."""
+
+
+Count = TypeVar("Count", int, Tensor)
+
+
+def first_seen(num_tokens: Count, window: int) -> Count:
+    """The first token that the last of num_tokens sees, which may be negative. window: as in Scores."""
+    return num_tokens - window if window > 0 else (num_tokens - 1) // -window * -window
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +62,18 @@ class KVShape(KVSizes):
         if not self.layers:
             return Scores(self.head_dim**-0.5, None, None, sinks)
         layer = self.layers[layer_index]
-        return Scores(layer.scale, layer.window, layer.softcap, sinks)
+        return Scores(layer.scale, layer.window if layer.chunk is None else -layer.chunk, layer.softcap, sinks)
 
     @property
     def windows(self) -> set[int | None]:
-        """The different windows of its layers; None: a layer sees all tokens."""
+        """The different windows of its layers, as in Scores; None: a layer sees all tokens."""
         return {self.scores_of(index).window for index in range(self.num_layers)}
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether some layer sees chunks: then no step may have prefix groups, whose parts do not begin at position
+        0."""
+        return any(window is not None and window < 0 for window in self.windows)
 
     @property
     def query_dtype(self) -> torch.dtype:

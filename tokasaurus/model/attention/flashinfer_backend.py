@@ -147,6 +147,8 @@ def why_unfit(shape: KVShape) -> str | None:
         return "it needs dtype and kv_cache_dtype both bfloat16 or both float16, not {} and {}".format(*names)
     if shape.head_dim not in HEAD_DIMS:
         return f"it has no kernels for head size {shape.head_dim}, only for {', '.join(map(str, HEAD_DIMS))}"
+    if shape.has_chunks:
+        return "it computes no attention within chunks"
     if importlib.util.find_spec("flashinfer") is None:
         return "it is not installed (pip install flashinfer-python)"
     return None

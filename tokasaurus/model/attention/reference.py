@@ -10,6 +10,7 @@ from tokasaurus.model.attention.backend import (
     Scores,
     TensorCache,
     as_stored,
+    first_seen,
     output_of,
     tokens_after,
 )
@@ -50,7 +51,7 @@ class ReferenceBackend(TensorCache):
             key, value = self._gather(layer_index, _blocks_of(part, segment), kv_length)
             for row in range(start, end):
                 visible = kv_length - (end - 1 - row) if part.causal else kv_length
-                first = 0 if scores.window is None else max(0, visible + int(after[row]) - scores.window)
+                first = 0 if scores.window is None else max(0, first_seen(visible + int(after[row]), scores.window))
                 seen = slice(min(first, visible), visible)
                 output[row], lse[row] = self._attend_one(query[row], key[seen], value[seen], scores)
         return output, lse

@@ -16,6 +16,7 @@ from tokasaurus.model.attention.backend import (
     Scores,
     TensorCache,
     as_stored,
+    first_seen,
     output_of,
     tokens_after,
 )
@@ -157,8 +158,8 @@ class TorchBackend(TensorCache):
         lengths = part.kv_lengths.tolist()
         num_rows = [end - start for start, end in itertools.pairwise(starts)]
         if window is not None:
-            page_size = self._shape.page_size  # a window begins anywhere in a block
-            lengths = [min(length, window + rows + page_size) for length, rows in zip(lengths, num_rows, strict=True)]
+            most = abs(window) + self._shape.page_size  # a window begins anywhere in a block
+            lengths = [min(length, rows + most) for length, rows in zip(lengths, num_rows, strict=True)]
         order = sorted(range(len(lengths)), key=lambda segment: (num_rows[segment], lengths[segment]), reverse=True)
         buckets: list[_Bucket] = []
         members: list[int] = []
@@ -209,7 +210,7 @@ class TorchBackend(TensorCache):
             rows = (first.unsqueeze(1) + offsets).masked_fill(~is_row, 0)
             first_blocks = seen_from = None
             if window is not None:
-                begin = (visible + after[rows] - window).clamp_min(0)
+                begin = first_seen(visible + after[rows], window).clamp_min(0)
                 # Rows of a prefix begin in any order. A segment has at least one block.
                 earliest = begin.masked_fill(~is_row, torch.iinfo(begin.dtype).max).amin(1)
                 first_blocks = torch.minimum(earliest, visible[:, 0] - 1).clamp_min(0) // self._shape.page_size

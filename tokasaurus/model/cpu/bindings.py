@@ -126,7 +126,7 @@ class PackedLayerStruct(ctypes.Structure):
         *((name, NormStruct) for name in ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")),
         *((name, NormStruct) for name in ("query_norm", "key_norm")),
         *((name, ctypes.c_int64) for name in ("head_norms", "num_query_heads", "num_kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("rotary", "norms_after_rotary", "is_parallel")),
+        *((name, ctypes.c_int64) for name in ("query_rotary", "rotary", "norms_after_rotary", "is_parallel")),
         *((name, ctypes.c_double) for name in ("clip", "residual_multiplier")),
         *((f"{name}_adapters", ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
     )

@@ -28,7 +28,7 @@ class PackedLayer:
 
     spec: LayerSpec
     rotary: int
-    """Index of its table of cosines and sines; -1: it rotates nothing."""
+    """Index of the keys' table of cosines and sines, and the queries' unless the spec has another; -1: none."""
     qkv: PackedWeights
     out: PackedWeights
     mlp: tuple[PackedWeights, PackedWeights] | PackedExperts
@@ -50,6 +50,7 @@ class PackedLayer:
             *(NormStruct() if norm is None else norm.struct for norm in self.norms),
             HEAD_NORMS[attention.norm_over, attention.norm_by_head],
             *(attention.num_heads, attention.num_kv_heads, attention.head_dim),
+            self.rotary if attention.query_rotary is None else attention.query_rotary,
             *(self.rotary, attention.norms_after_rotary, self.spec.is_parallel),
             *(attention.clip or 0, self.spec.residual_multiplier),
             *(None if adapters is None else adapters.address for adapters in self.adapters),
@@ -63,7 +64,7 @@ class PackedLayers:
     def computes(layer: LayerSpec) -> bool:
         """Whether the kernels compute such a layer."""
         mlp = layer.mlp.expert if isinstance(layer.mlp, ExpertsSpec) else layer.mlp
-        return mlp.activation in ACTIVATIONS and layer.attention.query_rotary is None
+        return mlp.activation in ACTIVATIONS
 
     def __init__(self, kernels: LayerKernels, layers: Sequence[PackedLayer]) -> None:
         self._kernels = kernels

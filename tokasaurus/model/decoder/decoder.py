@@ -531,7 +531,7 @@ def _table(rope: RopeInfo, head_dim: int, num_positions: int) -> Tensor:
     ones = torch.ones(num_positions, (head_dim - num_rotated) // 2)
     factor: float | Tensor = rope.attention_factor
     if rope.position_scale:
-        positions = torch.arange(num_positions).unsqueeze(1)
+        positions = torch.arange(num_positions).unsqueeze(1) + rope.position_offset
         factor = factor * (1 + rope.position_scale * (1 + positions // rope.original_context_length).log())
     return torch.cat((angles.cos() * factor, ones, angles.sin() * factor, torch.zeros_like(ones)), dim=-1)
 

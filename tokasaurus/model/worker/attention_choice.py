@@ -46,10 +46,11 @@ def choose_attention(start: Start) -> str:
     start.shape = kv_shape(start.info, start.mesh, config.page_size, *formats, start.device, start.model.sinks)
     max_graph_rows = max(sizes_of_graphs(config), default=0) if start.on_cuda else 0
     start.backend = choose_backend(config, start.shape, start.kernels, max_graph_rows, start.checks)
-    if not start.least(int(start.backend.computes_groups)):
+    if not start.least(int(start.backend.computes_groups and not start.shape.has_chunks)):
         start.limits = replace(start.limits, has_groups=False)
         if config.use_hydragen:
-            logger.warning("use_hydragen=T does nothing: FlashInfer computes no prefix groups for layers with a window")
+            why = "chunks" if start.shape.has_chunks else "a window by FlashInfer"
+            logger.warning("use_hydragen=T does nothing: no prefix groups are computed for layers with %s", why)
     if not start.on_cuda or not isinstance(start.backend, FlashInferBackend):
         return ""
     choose_calls(start.backend, start.shape, start.checks)

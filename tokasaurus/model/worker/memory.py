@@ -448,7 +448,7 @@ def largest_forward(
     hidden_row = info.hidden_size * activation_bytes + info.spec.num_rotary_tables * info.head_dim * _FLOAT
     # The LSE of every head; the output and LSE of rows that share a prefix; lists of tiles, for each window; each
     # thread's tile; and the partitions of tiles to be merged.
-    num_windows = len({layer.attention.window for layer in layers})
+    num_windows = len({(layer.attention.window, layer.attention.chunk) for layer in layers})
     num_tiles = (2 * num_rows + num_tokens * info.num_heads // _TILE_QUERIES + 1) * info.num_kv_heads * num_windows
     attention = (
         num_tokens * info.num_heads * _FLOAT

@@ -287,11 +287,12 @@ def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[Mea
     every = [shape.scores_of(index) for index in range(shape.num_layers)]
     layers = {(*scores[:3], scores.sinks is None): index for index, scores in enumerate(every)}
     can_record = isinstance(backend, RecordableBackend)
-    num_blocks, forwards = _attention_forwards(shape.page_size, can_record, backend.computes_groups)
+    can_group = backend.computes_groups and not shape.has_chunks
+    num_blocks, forwards = _attention_forwards(shape.page_size, can_record, can_group)
     of_windows = {
         window: _window_forwards(shape.page_size, window, num_blocks, can_record)
         for window in shape.windows
-        if window is not None and window <= _LONGEST_WINDOW
+        if window is not None and 0 < window <= _LONGEST_WINDOW
     }
     contexts = (context for each in (forwards, *of_windows.values()) for one in each for context in one.contexts)
     longest = max(len(context.blocks) for context in contexts)

@@ -82,8 +82,8 @@ struct PagedPart {
 // How a layer makes scores of queries and keys. Filled by Python: LayerScoresStruct, from backend.Scores.
 struct LayerScores {
   double scale, softcap;  // softcap: 0 for none
-  int64_t window;         // 0 for none
-  const float* sinks;     // [H], a score of each query head whose value is zero; null for none
+  int64_t window;      // 0 for none; negative: a row sees the tokens of its chunk of -window, which no part begins in
+  const float* sinks;  // [H], a score of each query head whose value is zero; null for none
 };
 
 // scores[0..count) -> softcap * tanh(scale * score / softcap). count: a multiple of kGroup.
@@ -120,6 +120,7 @@ struct Problem {
   int first_seen_by(int segment, int row) const {
     if (scores.window == 0) return 0;
     const int visible = visible_to(segment, row), after = part.tokens_after == nullptr ? 0 : part.tokens_after[row];
+    if (scores.window < 0) return std::max(visible - 1, 0) / int(-scores.window) * int(-scores.window);
     return int(std::clamp<int64_t>(visible + after - scores.window, 0, std::max(visible, 0)));
   }
 

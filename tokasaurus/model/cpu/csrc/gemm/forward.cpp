@@ -93,10 +93,13 @@ void rotate_and_store_heads(const PackedLayer& layer, const CacheLayer<Stored>& 
     };
     if (layer.clip != 0) clip(own, layer.qkv.out_size, float(layer.clip));
     if (!layer.norms_after_rotary) normalize_all();
-    if (layer.rotary >= 0) {
-      const float* cos_sin = rotary.cos_sin + (row * rotary.num_tables + layer.rotary) * head_dim;
-      for (int64_t index = 0; index < num_rotated; ++index) apply_rotary(own + index * head_dim, head_dim, cos_sin);
-    }
+    const auto rotate = [&](Element* first, int64_t count, int64_t table) {
+      if (table < 0) return;
+      const float* cos_sin = rotary.cos_sin + (row * rotary.num_tables + table) * head_dim;
+      for (int64_t index = 0; index < count; ++index) apply_rotary(first + index * head_dim, head_dim, cos_sin);
+    };
+    rotate(own, layer.num_query_heads, layer.query_rotary);
+    rotate(keys, layer.num_kv_heads, layer.rotary);
     if (layer.norms_after_rotary) normalize_all();
     const int64_t num_stored = 2 * layer.num_kv_heads * head_dim;
     if (!all_finite(keys, num_stored)) {

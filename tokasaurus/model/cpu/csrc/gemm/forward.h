@@ -17,7 +17,7 @@ struct PackedLayer {
   Norm query_norm, key_norm;
   int64_t head_norms;  // a HeadNorms
   int64_t num_query_heads, num_kv_heads, head_dim;
-  int64_t rotary;  // index of the table of cosines and sines; -1: queries and keys are not rotated
+  int64_t query_rotary, rotary;  // indices of the tables of cosines and sines of queries and of keys; -1: none
   int64_t norms_after_rotary;
   int64_t is_parallel;         // attention and MLP have the same input
   double clip;                 // largest magnitude of queries, keys and values, before any norm; 0: any
