@@ -27,7 +27,7 @@ void toka_pack_blocks(const PackedWeights* weights, int64_t block_type, const vo
                       int64_t num_rows, void* panels);
 int64_t toka_block_panel_bytes(int64_t block_type, int64_t in_size);
 void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows, const Norm* norm,
-                   double multiplier, double softcap, void* out);
+                   double multiplier, double softcap, const LowRank* adapters, const int32_t* row_adapters, void* out);
 void toka_run_experts(const Experts* experts, const Norm* norm, const void* x, int64_t num_rows, const int64_t* chosen,
                       const float* weights, void* out);
 void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t num_tokens, void* out);
@@ -40,7 +40,7 @@ void toka_attend(int64_t activation_type, int64_t cache_type, const void* query,
 void toka_merge(int64_t output_type, const float* first, const float* first_lse, const float* second,
                 const float* second_lse, void* output, int64_t count, int64_t head_dim);
 void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
-                     const float* cos_sin, int64_t num_tables, void* hidden);
+                     const float* cos_sin, int64_t num_tables, const int32_t* row_adapters, void* hidden);
 }
 
 namespace {
@@ -179,7 +179,7 @@ void check_gemm() {
         const Matrix<Weight> matrix(kIn, kOut, is_gated, !is_gated, 1.0 / 16);
         vector<Element> out(num_rows * kOut);
         toka_multiply(&matrix.packed, as<Element>(x).data(), kIn, num_rows, is_normed ? &packed_norm : nullptr, 1, 0,
-                      out.data());
+                      nullptr, nullptr, out.data());
         const std::string name = weights + (is_gated ? " gated" : " plain") + (is_normed ? " after a norm" : "");
         compare(name + ", rows: " + std::to_string(num_rows), out, matrix.times(is_normed ? normed(x, norm, 1e-5) : x),
                 kTolerance<Element>);
@@ -190,10 +190,10 @@ void check_gemm() {
     matrix.packed.activation = activation;
     const vector<double> x = random_values(5 * kIn);
     vector<Element> out(5 * kOut);
-    toka_multiply(&matrix.packed, as<Element>(x).data(), kIn, 5, nullptr, 1, 0, out.data());
+    toka_multiply(&matrix.packed, as<Element>(x).data(), kIn, 5, nullptr, 1, 0, nullptr, nullptr, out.data());
     vector<double> expected = matrix.times(x);
     compare(weights + " with activation " + std::to_string(activation), out, expected, kTolerance<Element>);
-    toka_multiply(&matrix.packed, as<Element>(x).data(), kIn, 5, nullptr, 0.5, 3, out.data());
+    toka_multiply(&matrix.packed, as<Element>(x).data(), kIn, 5, nullptr, 0.5, 3, nullptr, nullptr, out.data());
     for (double& value : expected) value = 3 * std::tanh(value * 0.5 / 3);
     compare(weights + " scaled and capped, activation " + std::to_string(activation), out, expected,
             kTolerance<Element>);
@@ -206,6 +206,73 @@ void check_gemm() {
   for (int64_t id : ids)
     expected.insert(expected.end(), matrix.plain.begin() + id * kIn, matrix.plain.begin() + (id + 1) * kIn);
   compare(weights + " embedding", rows, expected, 0);
+}
+
+// An adapter's matrices [ranks, in] and [out, ranks], as given and as the kernels read them.
+template <typename Weight>
+struct Adapter {
+  int64_t num_ranks;
+  vector<double> down, up;
+  vector<Weight> packed_down = {}, packed_up = {};
+  vector<LowRankPanel> panels = {};
+  LowRank packed = {};
+
+  Adapter(int64_t num_ranks, int64_t in_size, int64_t out_size)
+      : num_ranks(num_ranks), down(random_values(num_ranks * in_size)), up(random_values(out_size * num_ranks)) {
+    constexpr int64_t P = kPair<Weight>;
+    const int64_t whole = num_ranks / kPanel * kPanel;
+    vector<double> numbers;
+    for (int64_t first = 0, width; first < num_ranks; first += width) {
+      width = first < whole ? kPanel : kLanes;
+      for (int64_t in = 0; in < in_size; in += P)
+        for (int64_t rank = first; rank < first + width; ++rank)
+          for (int64_t i = in; i < in + P; ++i) numbers.push_back(down[rank * in_size + i]);
+    }
+    packed_down = as<Weight>(numbers);
+    numbers.clear();
+    for (int64_t first = 0; first < out_size; first += kPanel) {
+      panels.push_back({int64_t(numbers.size()), {0, 0}, num_ranks});
+      for (int64_t rank = 0; rank < num_ranks; rank += P)
+        for (int64_t output = first; output < first + kPanel; ++output)
+          for (int64_t i = rank; i < rank + P; ++i)
+            numbers.push_back(output < out_size ? up[output * num_ranks + i] : 0);
+    }
+    packed_up = as<Weight>(numbers);
+    packed = {packed_down.data(), num_ranks, packed_up.data(), panels.data()};
+  }
+
+  // to [out] += what it adds for x [in].
+  void add(const double* x, int64_t in_size, double* to, int64_t out_size) const {
+    for (int64_t rank = 0; rank < num_ranks; ++rank) {
+      double inner = 0;
+      for (int64_t i = 0; i < in_size; ++i) inner += x[i] * down[rank * in_size + i];
+      for (int64_t output = 0; output < out_size; ++output) to[output] += inner * up[output * num_ranks + rank];
+    }
+  }
+};
+
+// Rows of adapters with other numbers of ranks, and of none, in one gemm.
+template <typename Weight>
+void check_adapters() {
+  typedef Activation<Weight> Element;
+  constexpr int64_t kIn = 96, kOut = 130;
+  const Matrix<Weight> matrix(kIn, kOut, false, true, 1.0 / 16);
+  const Adapter<Weight> whole(kPanel, kIn, kOut), half(kPanel / 2, kIn, kOut), more(kPanel + kLanes, kIn, kOut);
+  const LowRank table[] = {{}, whole.packed, half.packed, more.packed};
+  const vector<vector<int32_t>> runs = {{1}, {2}, {1, 1, 2, 2, 2, 0, 2}, {3, 2, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2}};
+  for (const vector<int32_t>& of_rows : runs) {
+    const int64_t num_rows = of_rows.size();
+    const vector<double> x = random_values(num_rows * kIn);
+    vector<Element> out(num_rows * kOut);
+    toka_multiply(&matrix.packed, as<Element>(x).data(), kIn, num_rows, nullptr, 1, 0, table, of_rows.data(),
+                  out.data());
+    vector<double> expected = matrix.times(x);
+    const Adapter<Weight>* const adapters[] = {nullptr, &whole, &half, &more};
+    for (int64_t row = 0; row < num_rows; ++row)
+      if (of_rows[row] != 0) adapters[of_rows[row]]->add(&x[row * kIn], kIn, &expected[row * kOut], kOut);
+    compare(std::string(kNames[kElementType<Weight>]) + " with adapters, rows: " + std::to_string(num_rows), out,
+            expected, kTolerance<Element>);
+  }
 }
 
 // Gemms with blocks in integers. plain: the weights.
@@ -229,7 +296,7 @@ void check_int8(PackedWeights blocks, int64_t type, const vector<float>& plain) 
         expected.push_back(total);
       }
     vector<float> found(num_rows * out_size);
-    toka_multiply(&blocks, x.data(), in_size, num_rows, nullptr, 1, 0, found.data());
+    toka_multiply(&blocks, x.data(), in_size, num_rows, nullptr, 1, 0, nullptr, nullptr, found.data());
     compare("blocks of type " + std::to_string(type) + " in integers, rows: " + std::to_string(num_rows), found,
             expected, 1e-4);
   }
@@ -294,7 +361,7 @@ void check_blocks() {
     for (int64_t num_rows : {1, 6, 7, 40}) {
       const vector<Element> x = as<Element>(random_values(num_rows * kIn));
       vector<Element> found(num_rows * kOut);
-      toka_multiply(&blocks, x.data(), kIn, num_rows, nullptr, 1, 0, found.data());
+      toka_multiply(&blocks, x.data(), kIn, num_rows, nullptr, 1, 0, nullptr, nullptr, found.data());
       const vector<double> expected = products(x, plain, kIn);
       const std::string name = std::string(kNames[kElementType<Weight>]) + " blocks of type " + std::to_string(type) +
                                ", rows: " + std::to_string(num_rows);
@@ -304,7 +371,7 @@ void check_blocks() {
         compare(name, found, expected, 3e-6);
       if constexpr (std::is_same_v<Weight, float>) {
         vector<float> same(found.size());
-        toka_multiply(&whole, x.data(), kIn, num_rows, nullptr, 1, 0, same.data());
+        toka_multiply(&whole, x.data(), kIn, num_rows, nullptr, 1, 0, nullptr, nullptr, same.data());
         compare(name + ", as those of packed weights", found, vector<double>(same.begin(), same.end()), 0);
       }
     }
@@ -561,7 +628,7 @@ void check_layer(bool has_out_norms) {
                           0,
                           has_out_norms ? 0.5 : 1};
   vector<Element> found = as<Element>(hidden);
-  toka_run_layers(&layer, 1, &forward, kRows, as<float>(cos_sin).data(), 1, found.data());
+  toka_run_layers(&layer, 1, &forward, kRows, as<float>(cos_sin).data(), 1, nullptr, found.data());
   // Intermediate results are rounded a dozen times; the cache rounds keys and values.
   const bool is_coarse = std::is_same_v<Element, bfloat16> || std::is_same_v<Stored, int8_t>;
   const double tolerance = is_coarse ? 0.03 : std::is_same_v<Stored, float> ? 1e-5 : 0.01;
@@ -648,5 +715,7 @@ int main() {
   }
   check_sampling<float>();
   check_sampling<bfloat16>();
+  check_adapters<float>();
+  check_adapters<bfloat16>();
   return has_failed;
 }
