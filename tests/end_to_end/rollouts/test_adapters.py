@@ -22,7 +22,7 @@ from tokasaurus import LLM, Client, Sampling
 
 NUM_TOKENS = 24
 PROMPTS = make_prompts(8)
-NAMES = [f"adapter-{seed}" for seed in range(len(KINDS))]
+NAMES = [f"adapter-{seed}" for seed in range(2 * len(KINDS))]
 """Loaded at the start."""
 
 
@@ -56,7 +56,7 @@ def oracle(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Orac
 
 @pytest.fixture(scope="module")
 def adapted(models: list[Path], oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutServer]:
-    """With four adapters, of which two are in a step at a time."""
+    """With eight adapters, of which two are in a step at a time."""
     lora = json.dumps({name: str(oracle.adapter(seed)) for seed, name in enumerate(NAMES)})
     data = tmp_path_factory.mktemp("data")
     with rollout_server(models[0], f"lora={lora}", "max_loras=2", f"data_dir={data}") as server:
@@ -116,16 +116,16 @@ def test_a_reload_under_one_name_meets_no_cached_prompt_of_the_one_before(
         answer = ask(adapted, name, PROMPTS[1]).json()
         return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    load(adapted, "policy", oracle.adapter(4))
-    assert cached("policy") == (oracle.ids(4, PROMPTS[1]), 0)
+    load(adapted, "policy", oracle.adapter(12))
+    assert cached("policy") == (oracle.ids(12, PROMPTS[1]), 0)
     text, num_cached = cached("policy")
-    assert (text, num_cached > 0) == (oracle.ids(4, PROMPTS[1]), True)
-    load(adapted, "same", oracle.adapter(4))
+    assert (text, num_cached > 0) == (oracle.ids(12, PROMPTS[1]), True)
+    load(adapted, "same", oracle.adapter(12))
     assert cached("same") == (text, num_cached), "two names of one content share"
-    assert load(adapted, "policy", oracle.adapter(5)).status_code == 400
+    assert load(adapted, "policy", oracle.adapter(13)).status_code == 400
     assert cached("policy") == (text, num_cached)
-    assert load(adapted, "policy", oracle.adapter(5), load_inplace=True).status_code == 200
-    assert cached("policy") == (oracle.ids(5, PROMPTS[1]), 0)
+    assert load(adapted, "policy", oracle.adapter(13), load_inplace=True).status_code == 200
+    assert cached("policy") == (oracle.ids(13, PROMPTS[1]), 0)
     assert cached("same") == (text, num_cached)
     for name in ("policy", "same"):
         unload(adapted, name)
