@@ -204,9 +204,8 @@ ROPE_EDITS: dict[str, Any] = {
 
 def test_every_rotary_setting_is_compared(saved: Path, tmp_path: Path) -> None:
     # This family turns all channels, and scales no positions.
-    assert {*ROPE_EDITS, "scaling_type", "partial_factor", "position_scale"} == {
-        field.name for field in fields(RopeInfo)
-    }
+    others = {"scaling_type", "partial_factor", "position_scale", "position_offset"}
+    assert {*ROPE_EDITS, *others} == {field.name for field in fields(RopeInfo)}
     servers = []
     for number, rope in enumerate(ROPES):
         shutil.copytree(saved, tmp_path / str(number))

@@ -63,6 +63,8 @@ def logits_of(model: Decoder, info: ModelInfo) -> Tensor:
 def test_samples_in_prefix_groups_are_those_of_samples_alone(family: str, tmp_path: Path) -> None:
     save(tmp_path, family)
     model, info = load(tmp_path, packed=True)
+    if any(layer.attention.chunk for layer in info.spec.layers):
+        pytest.skip("no step of a model with chunks of attention has prefix groups")
     runs = []
     for grouped in (False, True):
         samples = Samples(StepDriver(make_runner(model, info, None)), 16, seed=3)

@@ -17,6 +17,7 @@ from tests.server.helpers.live_sample import SAMPLE
 from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.live import LiveStage
+from tokasaurus.messages.status import AdapterLoad
 from tokasaurus.server.dialects.responses import ResponsesRequest
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
@@ -79,7 +80,9 @@ CAN_BE_INVALID = {("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}/result
 }
 
 
-WHOLE_SAMPLE = replace(SAMPLE, stages=(LiveStage(0.5, 0.25, 2),))
+WHOLE_SAMPLE = replace(
+    SAMPLE, stages=(LiveStage(0.5, 0.25, 2),), stats=replace(SAMPLE.stats, adapters=(AdapterLoad("ab" * 32, 2, 1),))
+)
 
 
 @schemathesis.serializer("application/x-ndjson")

@@ -36,7 +36,7 @@ from tokasaurus.messages.commands import FileState, UpdateWeights
 
 _CONFIG, _GENERATION, _TIE = "config.json", "generation_config.json", "tie_word_embeddings"
 
-DECIDED_BY_TENSORS = ("tie_embeddings", "embedding_tensor", "stacks_experts")
+DECIDED_BY_TENSORS = ("tie_embeddings", "embedding_tensor", "stacks_experts", "expert_block")
 APPLIED_WHILE_READING = ("dtype", "quantization")
 """Fields of ModelInfo that are not compared: the tensors are, or numbers are converted to the dtype in memory."""
 
