@@ -68,11 +68,14 @@ def test_memory_is_given_back_and_texts_are_the_same_afterwards(http: httpx.Clie
 
 
 def test_requests_wait_while_it_sleeps_and_running_ones_go_on_afterwards(http: httpx.Client) -> None:
+    complete(http, "A long one", 400)
+    started_s = time.monotonic()
     before = text_of(complete(http, "A long one", 400))
+    seconds = time.monotonic() - started_s
     texts: list[str] = []
     running = threading.Thread(target=lambda: texts.append(text_of(complete(http, "A long one", 400))))
     running.start()
-    time.sleep(0.05)
+    time.sleep(seconds / 5)
     assert http.post("/sleep").status_code == 200
     waiting = threading.Thread(target=lambda: texts.append(text_of(complete(http, "A long one", 400))))
     waiting.start()
