@@ -288,7 +288,7 @@ class AdapterLoad(NamedTuple):
     digest: str
     num_running: int
     num_held: int
-    """Those of requests that wait for the adapter's turn; EngineStats.num_waiting counts them too."""
+    """Sequences of requests that wait for the adapter's turn; EngineStats.num_waiting counts them too."""
 
 
 @dataclass(frozen=True, slots=True)

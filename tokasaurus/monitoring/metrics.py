@@ -298,7 +298,7 @@ class EngineCollector(Collector):
     read_switched_off: returns, for each replica, the features that the checks of its start have switched off. requests:
     of each replica, by its label. answers: HTTP answers by method, route and status. build: labels of toka_build_info.
     vllm: labels of metrics with vLLM's names; None: none of these. num_server_restarts: servers that died before this
-    one. adapters: digests of those that have a name, by it.
+    one. adapters: the digest of each adapter, by its name.
     """
 
     def __init__(

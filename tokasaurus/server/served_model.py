@@ -64,8 +64,8 @@ class ServedModel:
         return name in self._accepted_names
 
     def check_name(self, name: str | None) -> None:
-        """Raises ModelNotFound unless `name` is the served model's name or another that is accepted for it. Those of
-        adapters are not: see ServerState.adapter_for.
+        """Raises ModelNotFound unless requests may call the served model by `name`. An adapter's name is no name of the
+        model: see ServerState.adapter_for.
 
         name: None or empty if a request names no model, which is this one."""
         if name and name not in self._accepted_names and ANY_NAME not in self.model_aliases:

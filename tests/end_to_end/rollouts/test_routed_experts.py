@@ -132,7 +132,7 @@ def test_a_model_without_experts_refuses_in_one_line(server: RolloutServer) -> N
 
 @pytest.mark.parametrize("flags", [[], pytest.param(["tp_size=2", "ep=T"], marks=pytest.mark.long)])
 def test_tokens_of_each_expert_are_counted_on_demand(flags: list[str], oracle: tuple[Path, PreTrainedModel]) -> None:
-    """Those of requests alone, not of the warm-up."""
+    """Only tokens of requests are counted, none of the warm-up."""
     with rollout_server(oracle[0], "expert_counts=T", *flags) as server:
         (choice,) = server.post("/v1/completions", BODY | {"ignore_eos": True})["choices"]
         families = text_string_to_metric_families(server.http.get("/metrics").text)

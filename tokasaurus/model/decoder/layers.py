@@ -579,7 +579,7 @@ class VocabShard(Linear):
         return self._row_adapters is not None and self._row_adapters.numbers is not None
 
     def _rows_with(self, adapters: Mapping[int, VocabAdapter]) -> Iterator[tuple[VocabAdapter, Tensor]]:
-        """Those of the current rows' adapters that are in `adapters`, and indices of these rows."""
+        """Each of `adapters` that current rows have, and the indices of these rows."""
         if self._row_adapters is not None and adapters:
             for number, rows in self._row_adapters.rows():
                 if number in adapters:
