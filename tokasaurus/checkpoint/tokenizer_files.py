@@ -15,9 +15,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -27,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokasaurus.checkpoint.cache import CHECKSUMS, build_once, cache_directory, checksum
 from tokasaurus.checkpoint.info import ModelInfo
-from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable, raise_shortage, read_json
-from tokasaurus.inherited import python_command
+from tokasaurus.checkpoint.json_files import CheckpointError, raise_shortage, read_json
+from tokasaurus.checkpoint.own_process import run_main
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -100,25 +98,17 @@ def _key(source: Path, trust_remote_code: bool) -> str:
 def _run(source: Path, destination: Path, trust_remote_code: bool) -> None:
     """Run `_convert` in a process of its own. Raises CheckpointError; CheckpointUnavailable if the process is killed or
     has no memory."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [*python_command(f"from {__name__} import main; main()"), str(source.absolute()), str(destination)]
+    arguments, failing = [str(source.absolute()), str(destination)], f"cannot read the tokenizer in {source}"
     with tempfile.TemporaryDirectory(prefix="toka-code-") as modules:
-        if trust_remote_code:
-            command.append("trust_remote_code")
-            environment["HF_MODULES_CACHE"] = modules  # where transformers puts the code before it imports it
-        result = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
-    if result.returncode == 0:
-        return
-    lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
-    if lines and "trust_remote_code=True" in lines[-1]:
-        raise CheckpointError(
-            f"the tokenizer in {source} needs Python code of the model's repository, which trust_remote_code=T runs"
-        )
-    reason = lines[-1] if lines else f"the process that reads it ended with status {result.returncode}"
-    is_killed = result.returncode < 0 or reason.startswith("MemoryError")
-    raise (CheckpointUnavailable if is_killed else CheckpointError)(f"cannot read the tokenizer in {source}: {reason}")
+        variables = {"HF_MODULES_CACHE": modules} if trust_remote_code else {}  # for the code, before it is imported
+        arguments += ["trust_remote_code"] if trust_remote_code else []
+        try:
+            run_main(__name__, *arguments, failing=failing, variables=variables)
+        except CheckpointError as error:
+            if "trust_remote_code=True" not in str(error):
+                raise
+            needs = "needs Python code of the model's repository, which trust_remote_code=T runs"
+            raise CheckpointError(f"the tokenizer in {source} {needs}") from None
 
 
 def _check_sentencepiece(source: Path) -> None:

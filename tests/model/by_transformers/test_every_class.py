@@ -24,8 +24,10 @@ _SOME = (
 _NATIVE_ONLY = {
     **dict.fromkeys([("phi3", 1), ("phimoe", 1)], "rope_type longrope depends on the longest sequence of a batch"),
     ("internlm3", 0): "does not run without weights",
+    ("llama4_text", 0): "Llama4TextAttention gives attention a mask that cannot be computed without weights",
 }
-"""Options of native families with which the class is refused, and the reason: angles depend on the batch."""
+"""Options of native families with which the class is refused, and the reason: angles depend on the batch, or there are
+chunks."""
 
 
 def test_at_least_ninety_families_are_served() -> None:

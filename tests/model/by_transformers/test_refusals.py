@@ -14,8 +14,8 @@ from tests.model.by_transformers.helpers.tiny_classes import save_tiny_model, ti
 from tokasaurus.checkpoint import CheckpointError, read_model_info
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.by_transformers import probe
-from tokasaurus.model.by_transformers.attention import NAME
 from tokasaurus.model.by_transformers.model import TransformersModel
+from tokasaurus.model.by_transformers.probe import NAME
 from tokasaurus.model.parallel.mesh import Mesh
 
 Call = Callable[..., tuple[Any, None]]

@@ -22,7 +22,7 @@ from tokasaurus.messages.status import UserError
 from tokasaurus.model.by_transformers.model import TransformersModel
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker import class_check
+from tokasaurus.model.worker import class_check, kept_results
 from tokasaurus.model.worker.entry import load_worker
 from tokasaurus.model.worker.self_check import Checks
 from tokasaurus.model.worker.start import PhaseLog
@@ -43,7 +43,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config.final_logit_softcapping = 2.0  # of logits as small as those of a tiny model
     save_tiny_model(directory, config)
     save_byte_tokenizer(directory)
-    monkeypatch.setattr(class_check, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kept_results, "cache_directory", lambda: tmp_path / "cache")
     return directory
 
 
@@ -95,7 +95,7 @@ def test_a_cache_that_cannot_be_written_changes_no_result(model: Path, monkeypat
     def fail(*_: object) -> NoReturn:
         raise OSError
 
-    monkeypatch.setattr(class_check, "replace_text", fail)
+    monkeypatch.setattr(kept_results, "replace_text", fail)
     for _ in range(2):
         assert measured(model) == RESULTS
 

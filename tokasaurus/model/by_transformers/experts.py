@@ -12,10 +12,8 @@ from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts
 from tokasaurus.model.cpu.layer_executor import LayerKernels, takes
 from tokasaurus.model.decoder.layers import activated
 
-_USUAL = {"has_gate": True, "is_concatenated": True} | dict.fromkeys(
-    ("is_transposed", "has_bias", "has_post_expert_norm"), False
-)
-"""Attributes of modules whose experts are usual."""
+_USUAL, _UNUSUAL = ("has_gate", "is_concatenated"), ("is_transposed", "has_bias", "has_post_expert_norm")
+"""Attributes of modules that are true, and that are false, if the experts are usual."""
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
 """Of gates on the kernels."""
 _TRIED_WIDTH = 4096
@@ -77,17 +75,17 @@ class ClassExperts:
 def has_usual_experts(module: nn.Module) -> bool:
     """Whether its parameters are those of N experts, [N, 2 W, E] with gates before ups and [N, E, W]."""
     return module._parameters.keys() == {"gate_up_proj", "down_proj"} and all(
-        getattr(module, name, None) is value for name, value in _USUAL.items()
+        getattr(module, name, None) is (name in _USUAL) for name in _USUAL + _UNUSUAL
     )
 
 
 def _gate_of(module: Any) -> MLPSpec | None:
     """The gate of the class, if the kernels have it, but for how they round: tried, since a class may have any."""
     limit, alpha = (getattr(module, name, getattr(module, f"swiglu_{name}", None)) for name in ("limit", "alpha"))
-    limits = [] if limit is None else [GateLimits(limit)]
-    limits += [] if limit is None or alpha is None else [GateLimits(limit, alpha, 1.0)]
     gates = [MLPSpec(_TRIED_WIDTH, activation) for activation in _ACTIVATIONS]
-    gates += [MLPSpec(_TRIED_WIDTH, gate_limits=each) for each in limits]
+    if limit is not None:
+        limits = [GateLimits(limit)] if alpha is None else [GateLimits(limit), GateLimits(limit, alpha, 1.0)]
+        gates += [MLPSpec(_TRIED_WIDTH, gate_limits=each) for each in limits]
     features = torch.rand(2 * _TRIED_WIDTH, generator=torch.Generator().manual_seed(0)).mul_(80).sub_(40)
     found = module._apply_gate(features)
     return next((gate for gate in gates if torch.allclose(found, activated(features, gate), rtol=1e-5)), None)

@@ -15,10 +15,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.messages.status import first_line
 from tokasaurus.model.attention.row_split import Attends, attended_by_operation, attending
-from tokasaurus.model.by_transformers.attention import answering
 from tokasaurus.model.by_transformers.experts import ClassExperts, has_usual_experts
 from tokasaurus.model.by_transformers.parts import divide, gathered, layers_with, leave_layers, replace_forward
-from tokasaurus.model.by_transformers.probe import CLASS_ERRORS, NUM_TOKENS, Call, calls_of, make_model
+from tokasaurus.model.by_transformers.probe import CLASS_ERRORS, NUM_TOKENS, Call, answering, calls_of, make_model
 from tokasaurus.model.by_transformers.stored import Cut, find_stored
 from tokasaurus.model.decoder.compile import MAX_COMPILED_TOKENS, relate_sizes
 from tokasaurus.model.decoder.decoder import zero_nonfinite
@@ -88,10 +87,9 @@ class TransformersModel(Model):
             self._take_part(calls)
         if mesh.is_first_stage:
             replace_forward(self.whole.get_input_embeddings(), self._embedded)
-        of_float16 = self.whole._keep_in_fp32_modules if dtype == torch.float16 else None
-        words = {*(self.whole._keep_in_fp32_modules_strict or ()), *(of_float16 or ())}
+        words_of_float32 = self.whole._get_dtype_plan(dtype)
         for name, parameter in self.whole.named_parameters():
-            if any(word in name for word in words):
+            if any(word in name for word in words_of_float32):
                 parameter.data = parameter.data.float()
 
     def _take_part(self, calls: dict[nn.Module, Call]) -> None:
@@ -110,7 +108,7 @@ class TransformersModel(Model):
                 self._layers[module] = index, num == whole
             if mesh.pp_size > 1:
                 hidden = torch.empty((NUM_TOKENS, self.hidden_size), dtype=torch.bfloat16, device="meta")
-                leave_layers(layers_with(self.whole, [*calls]), self._stage, outputs, hidden.shape, self._at_edge)
+                leave_layers(layers_with(self.whole, [*calls]), self._stage, outputs, hidden, self._at_edge)
                 self._calls_of(None if mesh.is_first_stage else hidden)
                 gone = [] if mesh.is_first_stage else [self.whole.get_input_embeddings()]
                 gone += [] if mesh.is_last_stage else [self.whole.get_output_embeddings()]
@@ -140,7 +138,8 @@ class TransformersModel(Model):
     @property
     def layers(self) -> PreTrainedModel:
         """The part of the class that gives hidden states."""
-        layers: PreTrainedModel = self.whole.base_model.get_decoder()
+        base = self.whole.base_model  # itself, if base_model_prefix names none of its modules, as Llama 4's does
+        layers: PreTrainedModel = self.whole.model if base is self.whole else base.get_decoder()
         return layers
 
     def materialize(self, device: torch.device, num_positions: int) -> None:  # noqa: ARG002
@@ -206,18 +205,15 @@ class TransformersModel(Model):
                 sinks.copy_(parts[self._mesh.tp_rank % len(parts)])
         compiler = self._compiler
         if compiler is None or compiler.has_failed or len(positions) > MAX_COMPILED_TOKENS:
-            return self._in_class(token_ids, hidden, positions, attends)
+            with answering(partial(self._answer, attends)):
+                return self.run(token_ids, hidden, positions)
         with attending(attends):  # checks give hidden states to the first stage, too: they need no other function
             return self._compiled(token_ids, self.embed(token_ids) if hidden is None else hidden, positions)
 
     def _with_related_sizes(self, token_ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """As `forward`, to be compiled. The compiler sees no cache: nothing else reads that."""
         relate_sizes(token_ids, hidden, positions)
-        return self._in_class(token_ids, hidden, positions, attended_by_operation)
-
-    def _in_class(self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor, attends: Attends) -> Tensor:
-        """As `forward`."""
-        with answering(partial(self._answer, attends)):
+        with answering(partial(self._answer, attended_by_operation)):
             return self.run(token_ids, hidden, positions)
 
     def _answer(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -113,18 +112,14 @@ def _exchange(style: Style, mesh: Mesh, own: Callable[..., Tensor], *inputs: Ten
 
 
 def leave_layers(
-    layers: nn.ModuleList,
-    stage: range,
-    outputs: dict[nn.Module, Any],
-    shape: torch.Size,
-    at_edge: Callable[..., Tensor],
+    layers: nn.ModuleList, stage: range, outputs: dict[nn.Module, Any], hidden: Tensor, at_edge: Callable[..., Tensor]
 ) -> None:
     """Leave the stage's layers alone; those of other stages pass hidden states on. Raises ValueError.
 
-    outputs: of all modules in a run of all layers. shape: of hidden states there, [T, E]. at_edge: the forward of other
+    outputs: of all modules in a run of all layers. hidden: states there, [T, E]. at_edge: the forward of other
     stages' layers, called with whether the stage is an earlier one, the layer's own forward, and what that gets."""
     for index, layer in enumerate(layers):
-        if not isinstance(outputs[layer], Tensor) or outputs[layer].shape != (1, *shape):
+        if not isinstance(outputs[layer], Tensor) or outputs[layer].shape != (1, *hidden.shape):
             raise ValueError("its layers do not give hidden states alone")
         if index not in stage:
             for name in (*layer._modules, *layer._parameters):

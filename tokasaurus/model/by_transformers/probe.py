@@ -1,5 +1,9 @@
 """What transformers' class of a config.json computes: found by running it once, without weights, and looking at what
-its layers ask of attention. `main` is the program of a process of its own."""
+its layers ask of attention. `main` is the program of a process of its own.
+
+One function takes the place of transformers' own attention for all models: a layer calls `function(module, query, key,
+value, mask, **options)`, and what answers is set from outside (`answering`).
+"""
 
 import contextlib
 import json
@@ -9,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -22,8 +26,20 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from tokasaurus.checkpoint.cache import cache_key
 from tokasaurus.checkpoint.rope import MAX_CONTEXT
 from tokasaurus.messages.status import first_line
-from tokasaurus.model.by_transformers.attention import COMPUTED, NAME, WITHOUT_EFFECT, answering
 from tokasaurus.model.by_transformers.parts import Style, styles_of
+
+# T tokens in this forward, H query heads, K key/value heads, D head size
+
+NAME = "tokasaurus"
+"""Of attn_implementation."""
+_COMPUTED = frozenset(("scaling", "sliding_window", "softcap", "s_aux"))
+"""Options that AttentionSpec has, by their names in transformers."""
+_WITHOUT_EFFECT = frozenset(("dropout", "position_ids", "use_cache", "output_attentions", "is_causal"))
+"""Options that change nothing of a decoder's layer that does not learn."""
+
+Answers: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor, Any, Mapping[str, Any]], Tensor]
+"""Computes the attention of one call, or looks at it: module, query [1, H, T, D], key and value [1, K, T, D], mask and
+options -> [1, T, H, D] of the values."""
 
 NUM_TOKENS = 40
 """Of a run without weights."""
@@ -39,6 +55,40 @@ _IGNORED = (
 """Keys of a configuration that ModelInfo has elsewhere, or that change no token."""
 CLASS_ERRORS = (RuntimeError, TypeError, AttributeError, LookupError, ValueError, ImportError, AssertionError)
 """What code of a class raises for a configuration that it does not fit."""
+
+_answers: Answers | None = None
+
+
+@contextlib.contextmanager
+def answering(answers: Answers) -> Iterator[None]:
+    """Inside, every layer's call is answered so."""
+    global _answers  # transformers calls one function for all models
+    before, _answers = _answers, answers
+    try:
+        yield
+    finally:
+        _answers = before
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    assert _answers is not None, "layers run inside `answering`"
+    return _answers(module, query, key, value, attention_mask, options), None
+
+
+def _mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function: Any = None, device: Any = None, **_: Any
+) -> Tensor:
+    """What a layer gets in the place of a mask. Its `sees` says which keys a query may see, as transformers' function
+    does: (batch, head, query position, key position), tensors -> bool."""
+    mask = torch.empty(1, dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+    mask.sees = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+transformers.AttentionInterface.register(NAME, _attention)
+transformers.masking_utils.AttentionMaskInterface.register(NAME, _mask)
 
 
 class Unfit(Exception):
@@ -145,28 +195,23 @@ def _refusing(reason: str) -> Iterator[None]:
 
 
 class _MemoryInUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that operations make, for as long as they live."""
+    """Finds the most bytes of tensors that operations make and that live at once."""
 
-    num_bytes = most_bytes = 0
+    most_bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made = weakref.WeakSet[torch.UntypedStorage]()
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
-        given = _storages((args, kwargs))
-        for address, storage in _storages(output).items():
-            if address not in given:
-                self._add(storage.nbytes())
-                weakref.finalize(storage, self._add, -storage.nbytes())
+        self._made |= _storages(output) - _storages((args, kwargs))
+        self.most_bytes = max(self.most_bytes, sum(storage.nbytes() for storage in self._made))
         return output
 
-    def _add(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self.most_bytes = max(self.most_bytes, self.num_bytes)
 
-
-def _storages(tensors: Any) -> dict[int, torch.UntypedStorage]:
-    """By address."""
-    found = [each.untyped_storage() for each in tree_leaves(tensors) if isinstance(each, Tensor)]
-    return {storage._cdata: storage for storage in found}
+def _storages(tensors: Any) -> set[torch.UntypedStorage]:
+    return {each.untyped_storage() for each in tree_leaves(tensors) if isinstance(each, Tensor)}
 
 
 class Call(NamedTuple):
@@ -213,36 +258,29 @@ def _layers(model: PreTrainedModel) -> tuple[list[dict[str, Any]], int]:
     """The fields of AttentionSpec of each layer, with the heads that a KV cache has for all of them; and
     ClassFacts.widest_row. Raises Unfit."""
     layers, parameters, name = list[dict[str, Any]](), {*model.parameters()}, type(model).__name__
-    memory = _MemoryInUse()  # type: ignore[no-untyped-call]
+    memory = _MemoryInUse()
 
     def run(token_ids: Tensor, positions: Tensor) -> None:
         with _refusing(f"{name} does not run without weights"), memory:
             model.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
 
     for module, (query, key, value, mask, options) in calls_of(run).items():
-        caller, num_heads, sinks = type(module).__name__, query[1], options.get("s_aux")
+        caller, num_heads, sinks, scale = type(module).__name__, query[1], options.get("s_aux"), options.get("scaling")
         for option, given in options.items():
-            if option not in COMPUTED | WITHOUT_EFFECT and given is not None:
+            if option not in _COMPUTED | _WITHOUT_EFFECT and given is not None:
                 raise Unfit(f"{caller} gives attention {option}, which is not computed")
         if sinks is not None and (sinks not in parameters or sinks.shape != (num_heads,)):
             raise Unfit(f"{caller} gives attention an s_aux that is no weight of each head")
-        layers.append(
-            {
-                "num_heads": num_heads,
-                "num_kv_heads": key[1],
-                "head_dim": max(query[-1], value[-1]),
-                "scale": query[-1] ** -0.5 if options.get("scaling") is None else float(options["scaling"]),
-                "window": _window(caller, mask),
-                "softcap": options.get("softcap"),
-                "has_sinks": sinks is not None,
-            }
-        )
+        sizes = {"num_heads": num_heads, "num_kv_heads": key[1], "head_dim": max(query[-1], value[-1])}
+        scores = {"scale": query[-1] ** -0.5 if scale is None else float(scale), "softcap": options.get("softcap")}
+        layers.append(sizes | scores | {"window": _window(caller, mask), "has_sinks": sinks is not None})
     num_layers = getattr(model.config, "num_hidden_layers", None)
     if len(layers) != num_layers:
         raise Unfit(f"{len(layers)} of {num_layers} layers of {name} call attention through transformers' interface")
-    sizes = {key: {layer[key] for layer in layers} for key in ("num_heads", "num_kv_heads", "head_dim")}
-    of_all = {key: max(values) for key, values in sizes.items()}
-    if len(sizes["num_heads"]) > 1 or any(of_all["num_kv_heads"] % each for each in sizes["num_kv_heads"]):
+    of_all = {key: max(layer[key] for layer in layers) for key in ("num_heads", "num_kv_heads", "head_dim")}
+    if any(
+        each["num_heads"] != of_all["num_heads"] or of_all["num_kv_heads"] % each["num_kv_heads"] for each in layers
+    ):
         raise Unfit(f"layers of {name} have different numbers of heads")
     widest_row = memory.most_bytes // (NUM_TOKENS * torch.bfloat16.itemsize)
     return [layer | of_all for layer in layers], widest_row

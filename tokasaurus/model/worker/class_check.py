@@ -1,9 +1,7 @@
 """Whether a model computes by our attention and head what transformers' class computes by its own."""
 
-import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,19 +9,16 @@ import transformers
 from torch import Tensor
 
 from tokasaurus import __version__
-from tokasaurus.checkpoint import CheckpointError, cache_directory, file_states, weight_files
-from tokasaurus.checkpoint.cache import cache_key
-from tokasaurus.files import replace_text
+from tokasaurus.checkpoint import file_states, weight_files
 from tokasaurus.messages.status import describe_error
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
-from tokasaurus.model.by_transformers.attention import NAME
 from tokasaurus.model.by_transformers.model import TransformersModel
-from tokasaurus.model.cpu.build import LibraryUnavailable
+from tokasaurus.model.by_transformers.probe import NAME
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.executors import OwnLayers
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import self_check
-from tokasaurus.model.worker.device import identity
+from tokasaurus.model.worker.kept_results import keep_results, path_of_results
 from tokasaurus.model.worker.start import Start
 from tokasaurus.monitoring.available_memory import available_memory
 
@@ -50,26 +45,22 @@ def check_class(start: Start) -> str:
     words = f"{start.checkpoint.name} cannot be served by transformers' class"
     checks.passes(_FEATURE, lambda: measure_class(*places, lambda: _undivided(start)), "it is", "", words)
     if path is not None:
-        with suppress(OSError):  # the next start measures again
-            replace_text(path, json.dumps([each.measured for each in checks.results if each.feature == _FEATURE]))
+        keep_results(path, [each.measured for each in checks.results if each.feature == _FEATURE])
     return ""
 
 
 def _path_of_result(start: Start) -> Path | None:
     """Of a file that is there if this check has passed; its name has a digest of all that the results depend on. None
     where that is not known."""
-    try:
-        files = file_states(weight_files(start.checkpoint.directory))
-        device = identity(start.device, start.kernels)
-        directory = cache_directory() / "class_checks"
-    except (OSError, CheckpointError, LibraryUnavailable):
+    if start.fill is not None:
         return None
     code, config = (_VERSION, __version__, transformers.__version__, type(start.backend).__name__), start.config
     flags = config.quantization, config.quantized_compute, config.rl, start.gemm
     dtypes = start.dtype, start.activation_dtype, start.kv_cache_dtype
     ranks = start.mesh.tp_size, start.mesh.pp_size, start.mesh.world_rank
-    parts = start.info, files, start.limits.context_length, device, code, flags, dtypes, config.page_size, ranks
-    return None if start.fill is not None else directory / f"{cache_key(*parts)}.json"
+    files = file_states(weight_files(start.checkpoint.directory))
+    parts = start.info, files, start.limits.context_length, code, flags, dtypes, config.page_size, ranks
+    return path_of_results("class_checks", start.device, start.kernels, *parts)
 
 
 @torch.inference_mode(False)
@@ -112,10 +103,7 @@ def measure_class(
     of_cache = torch.bfloat16 if shape.dtype == torch.int8 else shape.dtype  # about as coarse
     dtype = max(model.activation_dtype, of_cache, key=lambda dtype: torch.finfo(dtype).eps)  # the coarser one
     token_ids = torch.randint(model.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
-    token_ids, first = (
-        token_ids.to(shape.device),
-        self_check.first_hidden(num_tokens, model, seed=0),
-    )  # of the same tokens
+    token_ids, first = token_ids.to(shape.device), self_check.first_hidden(num_tokens, model, seed=0)  # of the same
     entering = None if model.is_first_stage else first
     inputs = entering, self_check.perturbed_rows(first.to(dtype)).to(first.dtype)
     expected = [_by_the_class(model, token_ids, each) for each in inputs]

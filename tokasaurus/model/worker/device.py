@@ -13,7 +13,7 @@ import torch
 from tokasaurus.checkpoint.spec import LayerSpec
 from tokasaurus.messages.status import FlagRefused, first_line
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
-from tokasaurus.model.cpu.build import LibraryUnavailable, machine_sets, processor_features
+from tokasaurus.model.cpu.build import LibraryUnavailable, machine_sets
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.execution.executors import has_fused_layers
 from tokasaurus.model.triton_choice import uses_triton
@@ -70,14 +70,6 @@ def choose_platform(start: Start) -> str:
     if kernels is not None:
         kernels.set_num_threads(num_threads)
     return f"{described}, {num_threads} threads"
-
-
-def identity(device: torch.device, kernels: Kernels | None) -> list[str]:
-    """What measurements on this device depend on beside their subject. kernels: of the CPU, if any. Raises
-    LibraryUnavailable where the processor is not known."""
-    own = [torch.cuda.get_device_name(device)] if device.type == "cuda" else processor_features()
-    own += [] if kernels is None else kernels.path.parts[-2:]
-    return [*own, torch.__version__, str(torch.get_num_threads())]
 
 
 def _describe_dtypes(*dtypes: torch.dtype) -> str:

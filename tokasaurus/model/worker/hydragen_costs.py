@@ -14,7 +14,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,18 +24,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus import __version__
-from tokasaurus.checkpoint import CheckpointError, cache_directory
-from tokasaurus.checkpoint.cache import cache_key
-from tokasaurus.files import replace_text
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
 from tokasaurus.messages.status import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.block_lists import as_in_steps
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.cpu.bindings import Kernels
-from tokasaurus.model.cpu.build import LibraryUnavailable
 from tokasaurus.model.execution.runner import ModelRunner
-from tokasaurus.model.worker.device import identity, make_stopwatch
+from tokasaurus.model.worker.device import make_stopwatch
+from tokasaurus.model.worker.kept_results import keep_results, path_of_results
 from tokasaurus.model.worker.warmup import ForwardLimits, decode_after, rows_after_a_block
 
 if TYPE_CHECKING:
@@ -112,14 +108,16 @@ def find_costs(
     plan = _plan(shape, num_blocks, max_rows)
     if plan is None:
         return DEFAULT_HYDRAGEN
-    try:
-        path = cache_directory() / "hydragen" / f"{_key(backend, shape, plan, kernels)}.json"
-    except (LibraryUnavailable, CheckpointError):
+    # The size of the KV cache is not among the parts: where it is automatic, it differs from start to start.
+    code = [__version__] if kernels is None else []  # else the kernels'
+    of_shape = str(replace(shape, device=torch.device("cpu"), sinks=()))
+    path = path_of_results("hydragen", shape.device, kernels, type(backend).__name__, *code, of_shape, plan)
+    if path is None:
         return measure_costs(backend, shape, num_blocks, max_rows)
     times = _read_times(path)
     if not _is_settled(times):
         times = measure_times(backend, shape, num_blocks, max_rows, times)
-        _write_times(path, times)
+        keep_results(path, [[*key, kept] for key, kept in times.items()])
     return _costs_of(times)
 
 
@@ -134,22 +132,6 @@ def _read_times(path: Path) -> Times:
         return {}
     has_both = all((size, length, not in_groups) in times for size, length, in_groups in times)
     return times if has_both and all(kept and min(kept) > 0 for kept in times.values()) else {}
-
-
-def _write_times(path: Path, times: Times) -> None:
-    """Does nothing where the cache cannot be written: the next start measures again."""
-    with suppress(OSError):
-        replace_text(path, json.dumps([[*key, kept] for key, kept in times.items()]))
-
-
-def _key(backend: AttentionBackend, shape: KVShape, plan: _Plan, kernels: Kernels | None) -> str:
-    """A cache key of all that the costs depend on: code, device, threads, shape, and sizes of the trials.
-
-    The size of the KV cache is not among them: where it is automatic, it differs from start to start."""
-    code = [__version__] if kernels is None else []  # else the kernels'
-    of_shape = str(replace(shape, device=torch.device("cpu"), sinks=()))
-    parts = (type(backend).__name__, *code, *identity(shape.device, kernels), of_shape, plan)
-    return f"{shape.device.type}-{cache_key(*parts)}"
 
 
 def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int) -> HydragenCosts:
