@@ -89,8 +89,11 @@ def test_a_file_with_an_adapter_is_named_as_such(tmp_path: Path) -> None:
         resolve_checkpoint(str(path))
 
 
-def test_llama3_scaling_is_derived_from_the_rope_factors(tmp_path: Path) -> None:
-    fields = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+@pytest.mark.parametrize(("factor", "high"), [(32.0, 4.0), (16.0, 1.0)])
+def test_llama3_scaling_is_derived_from_the_rope_factors(factor: float, high: float, tmp_path: Path) -> None:
+    """Of Llama 3.2, and of Llama 4."""
+    fields = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}
+    fields["original_max_position_embeddings"] = 8192
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, **fields}
     config = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, rope_parameters=rope)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
@@ -99,8 +102,8 @@ def test_llama3_scaling_is_derived_from_the_rope_factors(tmp_path: Path) -> None
     write_gguf(path, "llama", random_weights("llama", True), Kind.F32, rope_factors=(plain / scaled).numpy())
     checkpoint = resolve_checkpoint(str(path))
     found = dataclasses.asdict(checkpoint.info.spec.rotary[0])
-    assert found.pop("factor") == pytest.approx(32.0)
-    assert RopeInfo(factor=32.0, **found) == RopeInfo(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+    assert found.pop("factor") == pytest.approx(factor)
+    assert RopeInfo(factor=factor, **found) == RopeInfo(500000.0, "llama3", factor, 1.0, high, 8192)
     assert "rope_freqs.weight" not in load_file(with_safetensors(checkpoint.directory) / "model.safetensors")
 
 

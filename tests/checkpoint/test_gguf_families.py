@@ -61,6 +61,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("hunyuan_v1_dense", 1, {}),
 ]
 
+_LLAMA4 = {"attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1}
 WITH_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen2_moe", 0, {}),
     ("qwen3_moe", 0, {}),
@@ -76,6 +77,8 @@ WITH_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
     ("dots1", 1, {}),
     ("minimax_m2", 0, {}),
     ("gpt_oss", 0, {}),
+    ("llama4_text", 0, _LLAMA4),
+    ("llama4_text", 1, {**_LLAMA4, "num_local_experts": 128, "attention_bias": False, "no_rope_layers": None}),
 ]
 
 
@@ -155,6 +158,33 @@ def test_experts_chosen_by_another_function_are_refused(
         with pytest.raises(CheckpointError, match=rf"\.expert_gating_func = {gating} is not supported$") as caught:
             resolve_checkpoint(str(path))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_computed"),
+    [
+        ("attention.sliding_window", 0, False),  # llama.cpp: no chunks, and no layer but the last without rotary
+        ("attention.sliding_window", 4096, False),
+        ("attention.sliding_window_pattern", 3, False),
+        ("attention.sliding_window", 8192, True),
+        ("attention.sliding_window_pattern", 4, True),
+        ("expert_gating_func", 1, False),
+    ],
+)
+def test_chunks_and_scores_of_llama_4_that_are_not_the_published_ones_are_refused(
+    key: str, value: int, is_computed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    model = save_random_model(tmp_path / "saved", option_config("llama4_text", 0, tied=True, **_LLAMA4))
+    path = tmp_path / "model.gguf"
+    write_family_gguf(path, model, others={key: value})
+    if is_computed:
+        assert in_float32(resolve_checkpoint(str(path)).info.spec) == in_float32(
+            read_model_info(tmp_path / "saved").spec
+        )
+        return
+    with pytest.raises(CheckpointError, match=rf"llama4\.{key} = {value} is not supported$"):
+        resolve_checkpoint(str(path))
 
 
 @pytest.mark.parametrize(("family", "number", "sizes"), WITH_EXPERTS)

@@ -12,7 +12,7 @@ from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, json
 
 _KEPT = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
 """Keys of a model's rotary setting that the flag rope_scaling= leaves as they are."""
-MAX_CONTEXT = 1 << 22
+MAX_CONTEXT = 1 << 24  # float32 has every position up to here
 """Far above every published model; the rotary table takes about 2 GB then."""
 _MAX_THETA = 1e15
 _DEFAULT_THETA = 10_000.0
@@ -209,8 +209,8 @@ def _parse_llama3(fields: Fields, theta: float, original: int) -> RopeInfo:
         high_freq_factor=positive_float(fields, "high_freq_factor", _MAX_THETA),
         original_context_length=original,
     )
-    if rope.high_freq_factor <= rope.low_freq_factor:
-        raise CheckpointError("high_freq_factor must be greater than low_freq_factor")
+    if rope.high_freq_factor < rope.low_freq_factor:  # both are 1 in Llama 4 Scout: nothing is between
+        raise CheckpointError("high_freq_factor must not be less than low_freq_factor")
     return rope
 
 

@@ -1,6 +1,7 @@
 """GGUF files of every family, as llama.cpp's converter writes them from a checkpoint of transformers."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ _ARCHITECTURES = {
     **{"glm": MODEL_ARCH.CHATGLM, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE},
     **{"qwen2_moe": MODEL_ARCH.QWEN2MOE, "qwen3_moe": MODEL_ARCH.QWEN3MOE, "mixtral": MODEL_ARCH.LLAMA},
     **{"granitemoe": MODEL_ARCH.GRANITE_MOE, "hunyuan_v1_moe": MODEL_ARCH.HUNYUAN_MOE},
-    "minimax_m2": MODEL_ARCH.MINIMAXM2,
+    **{"minimax_m2": MODEL_ARCH.MINIMAXM2, "llama4_text": MODEL_ARCH.LLAMA4},
 }
 """Those that are not named as the family."""
 _PERMUTED = ("llama", "mistral", "ministral3", "smollm3", "olmo", "granite", "arcee", "mixtral", "granitemoe")
@@ -38,9 +39,11 @@ def write_family_gguf(
     fuses_heads: bool = False,
     of_experts: GGMLQuantizationType | None = None,
     gating: int | None = None,
+    others: Mapping[str, int] | None = None,
 ) -> None:
     """In float32, with a tokenizer of a few tokens. fuses_heads: queries, keys and values are one tensor. of_experts:
-    type of the matrices of experts. gating: expert_gating_func; None: as llama.cpp's conversion writes it."""
+    type of the matrices of experts. gating: expert_gating_func; None: as llama.cpp's conversion writes it. others:
+    further metadata, without the architecture."""
     config = model.config
     family, num_layers = config.model_type, config.num_hidden_layers
     architecture = _ARCHITECTURES.get(family) or MODEL_ARCH[family.upper()]
@@ -50,6 +53,8 @@ def write_family_gguf(
     _add_options(writer, config)
     _add_expert_sizes(writer, config, gating)
     _add_rotary(writer, config, head_dim)
+    for key, number in (others or {}).items():
+        writer.add_uint32(f"{writer.arch}.{key}", number)
     for key, value in byte_tokenizer().items():
         if isinstance(value, str):
             writer.add_string(key, value)
@@ -102,7 +107,7 @@ def _of_experts(name: str, stored: NDArray[np.float32], config: Any) -> dict[str
         return {"exp_probs_b.bias": stored.flatten()}
     if kind == "sinks":
         return {"attn_sinks.weight": stored}
-    if path.endswith(("mlp.gate", "mlp.router", "block_sparse_moe.router", "mlp.gate.wg")):
+    if path.endswith(("mlp.gate", "mlp.router", "block_sparse_moe.router", "mlp.gate.wg", "feed_forward.router")):
         return {f"ffn_gate_inp.{kind}": stored}
     if path.endswith("shared_expert_gate"):
         return {"ffn_gate_inp_shexp.weight": stored.flatten()}
@@ -111,12 +116,13 @@ def _of_experts(name: str, stored: NDArray[np.float32], config: Any) -> dict[str
         return {f"ffn_{shared[1]}_shexp.weight": stored}
     if not path.endswith(".experts"):
         return None
-    is_transposed, own = config.model_type == "gpt_oss", "bias" if kind.endswith("bias") else "weight"
+    takes_turns, own = config.model_type == "gpt_oss", "bias" if kind.endswith("bias") else "weight"
+    is_transposed = takes_turns or config.model_type == "llama4_text"
     if is_transposed and own == "weight":
         stored = stored.swapaxes(1, 2)
     if kind.startswith("down"):
         return {f"ffn_down_exps.{own}": stored}
-    gate, up = (stored[:, ::2], stored[:, 1::2]) if is_transposed else np.split(stored, 2, axis=1)
+    gate, up = (stored[:, ::2], stored[:, 1::2]) if takes_turns else np.split(stored, 2, axis=1)
     return {f"ffn_gate_exps.{own}": gate, f"ffn_up_exps.{own}": up}
 
 
@@ -137,8 +143,8 @@ def _add_expert_sizes(writer: GGUFWriter, config: Any, gating: int | None) -> No
     if family in ("glm4_moe", "dots1", "ernie4_5_moe"):
         writer.add_expert_shared_count(first("n_shared_experts", "moe_num_shared_experts"))
         writer.add_leading_dense_block_count(first("first_k_dense_replace", "moe_layer_start_index"))
-    if family == "ernie4_5_moe":
-        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if (step := first("moe_layer_interval", "interleave_moe_layer_step")) is not None:
+        writer.add_interleave_moe_layer_step(step)
     if gating is None and family in ("glm4_moe", "dots1", "minimax_m2"):
         gating = ExpertGatingFuncType.SIGMOID.value
     if gating is not None:
@@ -154,7 +160,7 @@ def _add_sizes(writer: GGUFWriter, config: Any, head_dim: int) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)

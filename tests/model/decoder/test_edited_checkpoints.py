@@ -192,6 +192,9 @@ ROTARY: dict[str, dict[str, Any]] = {
     },
     "yarn, factor below 1": {"rope_scaling": {"type": "yarn", "factor": 0.5, "original_max_position_embeddings": 32}},
     "llama3, original length": {"rope_scaling": {"type": "llama3", "original_max_position_embeddings": 64, **LLAMA3}},
+    "llama3, nothing between": {  # Llama 4 Scout's
+        "rope_scaling": {"type": "llama3", "original_max_position_embeddings": 64, **LLAMA3, "high_freq_factor": 1.0}
+    },
     "llama3, no original length": {"rope_theta": 1e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
     "llama3, original length beside": {
         "original_max_position_embeddings": 32,

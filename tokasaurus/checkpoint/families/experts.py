@@ -261,6 +261,7 @@ _QWEN = ("mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size", "nor
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _SAME_WIDTH = ("expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_shared_count")
 """Keys of GGUF files, of experts as wide as an MLP and one that is shared."""
+_LLAMA4_CHUNKS = {"attention.sliding_window": 8192, "attention.sliding_window_pattern": 4}
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = ({"expert_gating_func": number} for number in (1, 2, 3))
 """Key of GGUF files: llama.cpp's number of what is made of the router's logits."""
 _COUNTS = ("num_experts", "num_local_experts")
@@ -434,7 +435,7 @@ FAMILIES = {
         applied=(
             *("num_local_experts", "num_experts_per_tok", "intermediate_size_mlp", "moe_layers", "attention_bias"),
             *("interleave_moe_layer_step", "use_qk_norm", "no_rope_layers", "no_rope_layer_interval"),
-            *("attention_chunk_size", "attn_temperature_tuning", "floor_scale", "attn_scale"),
+            *("attention_chunk_size", "attn_temperature_tuning", "floor_scale", "attn_scale", "intermediate_size"),
         ),
         without_effect=(*_LOSSES, "router_jitter_noise"),
         defaults={
@@ -462,6 +463,8 @@ FAMILIES = {
             ),
         ),
         with_images=("llama4", "Llama4ForConditionalGeneration"),
+        # llama.cpp has no keys for the other sizes of chunks and temperature: each model has the defaults.
+        gguf=GGUFFiles("llama4", required={**_SIGMOID, **_LLAMA4_CHUNKS}),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",

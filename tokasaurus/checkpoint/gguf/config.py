@@ -61,7 +61,8 @@ _BY_FAMILY = {
     "logit_scale": ("logit_scale", "logits_scaling"),
     "expert_count": ("num_experts", "num_local_experts", "n_routed_experts"),
     "expert_used_count": ("num_experts_per_tok",),
-    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "feed_forward_length": ("intermediate_size_mlp",),
+    "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
     "expert_weights_scale": ("routed_scaling_factor",),
@@ -69,7 +70,7 @@ _BY_FAMILY = {
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
     "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
-    "interleave_moe_layer_step": ("moe_layer_interval",),
+    "interleave_moe_layer_step": ("moe_layer_interval", "interleave_moe_layer_step"),
     "nextn_predict_layers": ("num_nextn_predict_layers",),
 }
 """Keys, and the field of config.json that each is, by its name in one family or another."""
@@ -98,6 +99,8 @@ _OFF = {
 # Layers of the models whose scores are scaled by the heads' part of the hidden size, and not by their own size: Gemma 2
 # and 3 with 27B parameters. llama.cpp knows them by this too.
 _SCALED_BY_HIDDEN_SIZE = (46, 62)
+# Experts of the Llama 4 model whose queries and keys are not normalised: Maverick. llama.cpp knows it by this too.
+_WITHOUT_QUERY_KEY_NORM = 128
 
 _SAMPLING_NAMES = {
     f"{OTHER_SAMPLING}temp": "temperature",
@@ -120,8 +123,10 @@ _TURN_ENDS = {
     *("<EOT>", "< EOT >", "_<EOT>", "_< EOT >", "[EOT]", "[EOS]"),
 }
 
-# All published llama3 scalings share these values; the factor, 8 (3.1) or 32 (3.2), is derived from the tensor.
-_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# All published llama3 scalings share these values, but for the last factor, which is 4 or, of Llama 4, 1; the factor, 8
+# (3.1), 32 (3.2) or 16 (4), is derived from the tensor.
+_LLAMA3_SCALING = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+_HIGH_FREQ_FACTORS = (4.0, 1.0)
 
 
 def model_config(
@@ -173,6 +178,8 @@ def model_config(
     if "query_pre_attn_scalar" in family.applied:
         is_large = num_layers in _SCALED_BY_HIDDEN_SIZE
         config["query_pre_attn_scalar"] = hidden_size // num_heads if is_large else head_dim
+    if "attention_chunk_size" in family.applied:  # a norm without weights has no tensor
+        config["use_qk_norm"] = fields.get("expert_count") != _WITHOUT_QUERY_KEY_NORM
     if "sliding_window" in family.applied and "attention.sliding_window_pattern" in fields:
         config["layer_types"] = _layer_types(fields["attention.sliding_window_pattern"], num_layers)
     num_rotated = fields.get("rope.dimension_count", head_dim)
@@ -211,7 +218,9 @@ def _by_family(architecture: str, family: Family, fields: Mapping[str, Any]) -> 
     for key, value in fields.items():
         if isinstance(value, list) and key != "attention.sliding_window_pattern":
             raise CheckpointError(f"{architecture}.{key} differs by layer, which is not supported")
-        if value == family.gguf.required.get(key):
+        if key in family.gguf.required:
+            if value != family.gguf.required[key]:
+                raise CheckpointError(f"{architecture}.{key} = {value!r} is not supported")
             continue
         target = next((field for field in _BY_FAMILY.get(key, ()) if field in applied), None)
         if target is not None:
@@ -306,11 +315,12 @@ def _shortest(value: float) -> float:
 
 def _llama3_scaling(theta: float, head_dim: int, factors: NDArray[np.float32]) -> dict[str, Any]:
     """The llama3 parameters that produce these factors; the file does not state them. Raises CheckpointError."""
-    scaling: dict[str, Any] = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3_SCALING}
-    expected = [llama3_factor(theta ** (2 * i / head_dim) * 2 * math.pi, scaling) for i in range(head_dim // 2)]
-    if factors.shape != (head_dim // 2,) or not np.allclose(factors, expected, rtol=1e-4):
-        raise CheckpointError("rope_freqs.weight contains rotary factors that are not the Llama 3 scaling")
-    return scaling
+    for high in _HIGH_FREQ_FACTORS:
+        scaling = {"factor": float(factors.max()), "high_freq_factor": high, **_LLAMA3_SCALING}
+        expected = [llama3_factor(theta ** (2 * i / head_dim) * 2 * math.pi, scaling) for i in range(head_dim // 2)]
+        if factors.shape == (head_dim // 2,) and np.allclose(factors, expected, rtol=1e-4):
+            return {"rope_type": "llama3", **scaling}
+    raise CheckpointError("rope_freqs.weight contains rotary factors that are not the Llama 3 scaling")
 
 
 def llama3_factor(wavelength: float, scaling: Mapping[str, Any]) -> float:
