@@ -139,6 +139,24 @@ def test_windows_that_are_off_by_one_are_found(window: int, by: int, monkeypatch
         assert {"attention (recorded full window, layer 2)"} <= set(wrong)
 
 
+@pytest.mark.parametrize("chunk", [5, 300, 8192, 9999])
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+def test_chunks_that_are_off_by_one_are_found(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = AttentionSpec(8, 2, 64, 0.125)
+    shape, before, after = (
+        replace(shape_of(torch.float32), layers=(replace(usual, chunk=size), usual))
+        for size in (chunk, chunk - 1, chunk + 1)
+    )
+    names = [f"attention ({what}, layer 0)" for what in ("decode at a chunk's ends", "prompt across chunks")]
+    measured = list(measure_attention(build(name, shape, monkeypatch), shape))
+    assert all(error < tolerance / 2 for _, error, tolerance in measured)
+    assert [what.name for what in measured if "chunk" in what.name] == (names if chunk < 9999 else [])
+    for other in (before, after):
+        found = measure_attention(build(name, other, monkeypatch), shape)
+        wrong = {what.name for what in found if not what.is_right}
+        assert wrong >= ({*names} if chunk < 9999 else set())
+
+
 @pytest.mark.parametrize("page_size", [16, 32, 256])
 def test_the_cpu_kernels_pass_with_any_page_size(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_of(torch.float32, page_size=page_size)

@@ -65,8 +65,9 @@ _PREFILL = ((5, 5), (3, 37), (20, 50))
 _SHARED_BLOCKS = 2
 """Blocks of the prefix of a group."""
 
-_LONGEST_WINDOW = 4096
-"""No sequence fills a longer window: plain torch would need too much time and memory on the host."""
+_LONGEST_WINDOW, _LONGEST_CHUNK = 4096, 8192
+"""No sequence fills a longer window, or ends a longer chunk: plain torch would need too much time and memory on the
+host."""
 
 _LOST: dict[KernelGroup, str] = {
     "attention": "KV writes, merging of shared prefixes and block lists take several launches each",
@@ -289,11 +290,8 @@ def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[Mea
     can_record = isinstance(backend, RecordableBackend)
     can_group = backend.computes_groups and not shape.has_chunks
     num_blocks, forwards = _attention_forwards(shape.page_size, can_record, can_group)
-    of_windows = {
-        window: _window_forwards(shape.page_size, window, num_blocks, can_record)
-        for window in shape.windows
-        if window is not None and 0 < window <= _LONGEST_WINDOW
-    }
+    sizes = shape.page_size, num_blocks, can_record
+    of_windows = {window: _window_forwards(window, *sizes) for window in shape.windows if window is not None}
     contexts = (context for each in (forwards, *of_windows.values()) for one in each for context in one.contexts)
     longest = max(len(context.blocks) for context in contexts)
     backend.allocate(num_blocks + 1)
@@ -358,14 +356,28 @@ def _measure_layer(
         yield compared(f"attention ({forward.name})", found, expected, tolerance)
 
 
-def _window_forwards(page_size: int, window: int, large_block: int, can_record: bool) -> list[SmallForward]:
+def _window_forwards(window: int, page_size: int, large_block: int, can_record: bool) -> list[SmallForward]:
     """A row whose window begins right behind the block of large values, and a chunk of which the earlier rows see some
-    of these. The blocks in the window repeat, so that few are enough."""
+    of these. The blocks in the window repeat, so that few are enough. window: as in Scores."""
+    if window < 0:
+        return _border_forwards(-window, page_size, large_block) if -window <= _LONGEST_CHUNK else []
+    if window > _LONGEST_WINDOW:
+        return []
     num_tokens = page_size + window
     blocks = [large_block, *(1 + index % (large_block - 1) for index in range(-(-window // page_size)))]
     decode, chunk = (Context(num_rows, num_tokens, blocks) for num_rows in (1, min(_CHUNK, num_tokens)))
     forwards = [SmallForward("decode with a full window", (decode,)), SmallForward("full windows", (chunk,))]
     return forwards + [replace(forwards[0], name="recorded full window", is_recorded=True)] * can_record
+
+
+def _border_forwards(chunk: int, page_size: int, num_blocks: int) -> list[SmallForward]:
+    """Rows that end a chunk of attention and begin the next one, decoding and in a prompt. Blocks repeat. No backend
+    that records computes chunks."""
+    num_tokens = chunk + _CHUNK // 2
+    blocks = [1 + index % num_blocks for index in range(-(-num_tokens // page_size))]
+    decode = SmallForward("decode at a chunk's ends", (Context(1, chunk, blocks), Context(1, chunk + 1, blocks)))
+    prompt = SmallForward("prompt across chunks", (Context(min(_CHUNK, num_tokens), num_tokens, blocks),))
+    return [decode, prompt]
 
 
 def _attention_forwards(page_size: int, can_record: bool, can_group: bool) -> tuple[int, list[SmallForward]]:
