@@ -160,7 +160,9 @@ class ServerConfig(FlagConfig):
         minimum=0,
         none_means="8 with lora= or rl=T, else 0",
     )
-    max_lora_rank: int = flag(64, "largest rank of an adapter", minimum=1, maximum=256)
+    max_lora_rank: int | None = flag(
+        None, "largest rank of an adapter", minimum=1, maximum=256, none_means="64 with lora= or max_loras=, else 32"
+    )
     served_model_name: str | None = flag(None, "the model's name in the API", none_means="model")
     model_aliases: str | None = flag(
         None,

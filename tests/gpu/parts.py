@@ -38,6 +38,11 @@ PARTS: dict[str, Part] = {
         _file("each_kernel", 120, "each Triton kernel against plain torch at the sizes of models, as toka check does"),
         _file("triton_kernels", 60, "Triton kernels of attention against slow oracles"),
         _file("triton_layers", 60, "Triton kernels of the layers against float64"),
+        _file(
+            "triton_low_rank",
+            120,
+            "Triton kernels of adapters against float64; graphs with adapters against launches",
+        ),
         _file("triton_sample", 120, "the Triton sampler at the size of Llama 3's vocabulary against the C++ kernels"),
         _file("sampling", 60, "torch sampling against the CPU"),
         _file("graphs", 120, "CUDA graphs, eager and compiled, against eager steps"),

@@ -46,6 +46,7 @@ TESTS_OF = {
     "triton_sampling": ("triton_sample",),
     "triton_layers": ("triton_layers",),
     "triton_steps": ("triton_kernels", "graphs"),
+    "triton_adapters": ("triton_low_rank",),
     "torch_compile": ("graphs",),
     "use_cudagraphs": ("graphs", "recorded_flashinfer"),
     "symmetric_all_reduce": ("nccl",),
@@ -240,7 +241,7 @@ def run_first(journal: Journal, work: Path, is_dry_run: bool, flags: Sequence[st
         config, weights = work / f"config-{model.name}", work / model.name
         config.mkdir(exist_ok=True)
         write_config(config, model.shape)
-        check = ("-m", "tokasaurus", "check", f"model={config}", device, *flags, "--json")
+        check = ("-m", "tokasaurus", "check", f"model={config}", device, "max_loras=2", *flags, "--json")
         ended = journal.run(Step(f"check-{model.name}", check, model.check_s))
         wrong |= dict.fromkeys(find_wrong(ended))
         wrong_path.write_text(json.dumps(list(wrong)))

@@ -50,6 +50,7 @@ for architecture in {architectures}:
     compiled = triton.compile(source, target=target, options={{"num_warps": {num_warps}}})
     assert f"sm_{{architecture}}" in compiled.asm["ptx"]
     assert len(compiled.asm["cubin"]) > 1_000
+    assert compiled.metadata.shared <= 163 * 1024, "no block has more shared memory on an A100"
 """
 
 

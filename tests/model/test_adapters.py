@@ -1,39 +1,22 @@
 """Rows with adapters, in batches with any others, against the models that PEFT merges them into."""
 
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from tests.checkpoint.helpers.gguf_files import VOCAB
 from tests.helpers.peft_adapters import LINEAR, merged_model, save_adapter
-from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
+from tests.helpers.tiny_model import VOCAB_SIZE, option_config, save_random_model
+from tests.model.helpers.adapter_texts import assert_each_row_has_its_text, make_oracles
 from tests.model.helpers.greedy_decoding import load, oracle_greedy
 from tests.model.helpers.quantised_models import quantised
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.checkpoint.adapters import read_adapter
 from tokasaurus.model.decoder.adapters import ModelAdapters
-
-ADAPTERS: list[dict[str, Any]] = [
-    {"r": 16, "lora_alpha": 16, "target_modules": LINEAR},
-    {"r": 3, "use_rslora": True, "target_modules": LINEAR},
-    {"target_modules": ["k_proj", "down_proj"], "rank_pattern": {"k_proj": 9}},
-    {"target_modules": ["up_proj", "lm_head"]},
-    {"target_modules": ["embed_tokens", "o_proj"]},
-    {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
-]
-
-
-def make_oracles(directory: Path, family: str) -> list[PreTrainedModel]:
-    """The base model, saved in `directory`, and then it with each of ADAPTERS, which are saved beneath."""
-    oracles = [save_tiny_model(directory, family)]
-    for number, options in enumerate(ADAPTERS, start=1):
-        adapter = save_adapter(directory, directory / f"adapter{number}", seed=number, **options)
-        oracles.append(merged_model(directory, adapter))
-    return oracles
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.worker.warmup import ForwardLimits, warm_up_small
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -41,6 +24,58 @@ def make_oracles(directory: Path, family: str) -> list[PreTrainedModel]:
 def test_each_row_has_the_text_of_its_adapter(tmp_path: Path, family: str, backend: str) -> None:
     oracles = make_oracles(tmp_path, family)
     assert_each_row_has_its_text(tmp_path, [tmp_path / f"adapter{n}" for n in range(1, 7)], oracles, backend)
+
+
+@pytest.mark.long
+def test_compiled_layers_leave_steps_with_adapters_to_the_modules(tmp_path: Path) -> None:
+    oracles, compiler = make_oracles(tmp_path, "llama"), Compiler()
+    limits = ForwardLimits(max_tokens=256, max_seqs=20, context_length=512, vocab_size=VOCAB_SIZE)
+
+    def warm_up(runner: ModelRunner) -> None:
+        warm_up_small(runner, limits, 16)
+        compiler.end_warm_up()
+
+    sources = [tmp_path / f"adapter{number}" for number in range(1, len(oracles))]
+    assert_each_row_has_its_text(tmp_path, sources, oracles, "torch", prepare=warm_up, compiler=compiler)
+    assert compiler.num_recompiles == 0
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4", "gemma2"])
+def test_adapters_of_fused_and_permuted_projections(tmp_path: Path, family: str) -> None:
+    oracles: list[PreTrainedModel] = [save_random_model(tmp_path, option_config(family, 0)).eval()]
+    sources = [
+        save_adapter(tmp_path, tmp_path / str(seed), seed, target_modules="all-linear", r=rank)
+        for seed, rank in ((1, 16), (2, 3))
+    ]
+    oracles += [merged_model(tmp_path, source) for source in sources]
+    assert_each_row_has_its_text(tmp_path, sources, oracles, "cpu")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_prefix_groups_of_rows_with_adapters(tmp_path: Path, backend: str) -> None:
+    """Samples of one prompt by one adapter share its blocks, beside samples of the model that share others."""
+    oracles = make_oracles(tmp_path, "llama")[:2]
+    model, info = load(tmp_path, packed=backend == "cpu")
+    adapters = ModelAdapters(model, 1)
+    adapter = read_adapter(tmp_path / "adapter1")
+    adapters.load(adapter.digest, adapters.share(adapter))
+    driver = StepDriver(make_runner(model, info, backend, adapters=adapters))
+    driver.place_adapter(1, adapter.digest)
+    prompt = [(7 * i) % VOCAB_SIZE for i in range(33)]
+    texts: dict[int, list[int]] = {slot: [] for slot in (1, 2, 3, 4)}
+
+    def run(decode: list[int], prefill: list[tuple[int, int]], groups: list[tuple[int, int]] | None = None) -> None:
+        for slot, (token, _) in driver.run(decode, prefill, groups).items():
+            texts[slot].append(token)
+
+    for slot, first in ((1, 1), (2, 1), (3, 3), (4, 3)):
+        driver.open(slot, prompt, adapter=int(first == 1), shares=None if slot == first else (first, 2))
+        run([], [(slot, driver.remaining(slot))])
+    for _ in range(8):
+        run([1, 2, 3, 4], [], groups=[(2, 2), (2, 2)])
+    expected = [oracle_greedy(oracle, prompt, 9)[0] for oracle in oracles]
+    assert texts == {1: expected[1], 2: expected[1], 3: expected[0], 4: expected[0]}
+    assert expected[0] != expected[1]
 
 
 def test_a_quantised_model_has_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,46 +89,6 @@ def test_a_quantised_model_has_adapters(tmp_path: Path, monkeypatch: pytest.Monk
     ]
     oracles += [merged_model(plain, source) for source in sources]
     assert_each_row_has_its_text(directory, sources, oracles, "cpu", vocab_size=VOCAB)
-
-
-def assert_each_row_has_its_text(
-    directory: Path, sources: list[Path], oracles: list[PreTrainedModel], backend: str, vocab_size: int = VOCAB_SIZE
-) -> None:
-    """sources: of adapters. oracles: the model without an adapter, and with each."""
-    model, info = load(directory, packed=backend == "cpu")
-    adapters = ModelAdapters(model, len(sources))
-    digests = [""]
-    for source in sources:
-        adapter = read_adapter(source)
-        adapters.load(adapter.digest, adapters.share(adapter))
-        digests.append(adapter.digest)
-    driver = StepDriver(make_runner(model, info, backend, adapters=adapters))
-    for number in range(1, len(oracles)):
-        driver.place_adapter(number, digests[number])
-    rng = random.Random(0)
-    prompts = [[rng.randrange(vocab_size) for _ in range(rng.choice([1, 2, 15, 33]))] for _ in oracles]
-    slots = dict(enumerate(range(len(oracles)), start=1))
-    got: dict[int, list[tuple[int, float | None]]] = {slot: [] for slot in slots}
-    for slot, number in slots.items():
-        driver.open(slot, prompts[number], adapter=number, num_prompt_top=1)
-    logprobs_of_prompts: dict[int, list[float]] = {slot: [] for slot in slots}
-    while any(len(tokens) < 12 for tokens in got.values()):
-        decode = [slot for slot in slots if not driver.remaining(slot) and len(got[slot]) < 12]
-        prefill = [(slot, min(driver.remaining(slot), rng.randint(1, 20))) for slot in slots if driver.remaining(slot)]
-        for slot, sampled in driver.run(decode, prefill).items():
-            got[slot].append(sampled)
-        for slot, logprobs in driver.logprobs_by_slot.items():
-            logprobs_of_prompts[slot] += [each.logprob for each in logprobs]
-    for slot, number in slots.items():
-        tokens, logprobs = oracle_greedy(oracles[number], prompts[number], 12)
-        assert [token for token, _ in got[slot]] == tokens, number
-        assert [logprob for _, logprob in got[slot]] == pytest.approx(logprobs, abs=1e-4)
-        with torch.no_grad():
-            scores = oracles[number](torch.tensor([prompts[number]])).logits[0].log_softmax(-1)
-        expected = [float(scores[i, token]) for i, token in enumerate(prompts[number][1:])]
-        assert logprobs_of_prompts[slot] == pytest.approx(expected, abs=1e-4)
-    # Their texts differ, so that rows with another's would be seen.
-    assert len({tuple(oracle_greedy(oracle, prompts[0], 12)[0]) for oracle in oracles}) == len(oracles)
 
 
 def test_decode_steps_in_one_call_have_adapters_too(tmp_path: Path) -> None:

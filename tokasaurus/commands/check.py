@@ -34,7 +34,7 @@ _OF_SERVER = (
     *("rope_scaling", "model_impl", "device", "trust_remote_code", "dtype", "kv_cache_dtype", "cpu_isa", "page_size"),
     *("quantization", "quantized_compute"),
     *("max_tokens_per_forward", "max_seqs_per_forward", "max_num_tokens_per_request", "attention_backend"),
-    *("torch_compile", "use_cudagraphs", "log_level"),
+    *("max_loras", "torch_compile", "use_cudagraphs", "log_level"),
 )
 
 

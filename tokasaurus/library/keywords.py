@@ -41,7 +41,7 @@ class EngineFlags(TypedDict, total=False):
     directories, such as {"sql":"adapters/sql"}."""
     max_loras: int | None
     """Adapters that steps may have at a time; requests for further ones wait; 0 refuses adapters."""
-    max_lora_rank: int
+    max_lora_rank: int | None
     """Largest rank of an adapter."""
     served_model_name: str | None
     """The model's name in the API."""

@@ -83,6 +83,11 @@ def padded_count(count: int, multiple: int = 1) -> int:
     return -(-padded // multiple) * multiple
 
 
+def padded_rank(max_rank: int) -> int:
+    """The ranks of adapters for which a GPU has memory: whole blocks of the Triton kernels."""
+    return max(16, 1 << (max_rank - 1).bit_length()) if max_rank <= 64 else -(-max_rank // 64) * 64
+
+
 # Inputs and results of steps
 
 RING_SIZE = 3

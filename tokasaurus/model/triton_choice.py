@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-KernelGroup: TypeAlias = Literal["attention", "sampling", "layers", "steps"]
+KernelGroup: TypeAlias = Literal["attention", "sampling", "layers", "steps", "adapters"]
 
 _switched_off: set[KernelGroup] = set()
 

@@ -34,7 +34,7 @@ from tokasaurus.processes.replica_places import place_replicas
 from tokasaurus.processes.restarts import Restarted
 from tokasaurus.processes.server import ServerProcess
 from tokasaurus.startup_report import StartupReport
-from tokasaurus.workers import num_adapters, num_replicas, num_workers
+from tokasaurus.workers import max_adapter_rank, num_adapters, num_replicas, num_workers
 
 # Time for a graceful end before SIGTERM: for the server's open requests, and for the engine's current step.
 SERVER_GRACE_S = 10.0
@@ -218,7 +218,7 @@ def _start_all(
     if config.lora and copies is not None:
         from tokasaurus.processes.named_adapters import copy_named  # imports NumPy, which would delay other starts
 
-        adapters = copy_named(config.lora, copies, config.max_lora_rank)
+        adapters = copy_named(config.lora, copies, max_adapter_rank(config))
     replicas = [
         ReplicaProcesses(index, group, config, checkpoint, entries.manager, entries.worker, weights, place)
         for index, place in enumerate(places)

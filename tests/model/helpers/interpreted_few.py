@@ -15,6 +15,7 @@ import torch
 
 from tests.model.attention.helpers import interpreted_attention
 from tests.model.decoder.helpers import interpreted_layers
+from tests.model.decoder.helpers.interpreted_low_rank import check_low_rank
 from tests.model.decoder.helpers.layer_kernels import LayerKernels
 from tests.model.execution.helpers.input_checks import check_inputs
 from tests.model.helpers import interpreted_sampling
@@ -68,6 +69,10 @@ def check_layers() -> None:
     interpreted_layers.check_layers("qwen3")
 
 
+def check_adapters() -> None:
+    check_low_rank("odd sizes")
+
+
 def check_recorded_inputs() -> None:
     for seed, (num_rows, page_size) in enumerate([(1, 16), (7, 4)]):
         check_inputs(seed, torch.device("cpu"), num_rows, page_size, triton_inputs.fill_inputs)
@@ -76,6 +81,7 @@ def check_recorded_inputs() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     interpreted_attention.main()
-    for check in (check_sampling, check_parameters, check_logprobs_as_sampled, check_layers, check_recorded_inputs):
+    parts = check_sampling, check_parameters, check_logprobs_as_sampled, check_layers, check_adapters
+    for check in (*parts, check_recorded_inputs):
         check()
         print(check.__name__)

@@ -323,6 +323,13 @@ def test_an_automatic_cache_takes_its_share_of_what_forwards_and_graphs_leave(
     )
 
 
+def test_memory_that_adapters_have_already_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, table = PretendedCuda(monkeypatch), Table()
+    table.measured[ADAPTERS] = OF_ADAPTERS - MIB
+    plan = size_kv_cache(ServerConfig.parse([]), 2, SHAPE, cuda, table, cuda.run_largest, cuda.measure_graphs)
+    assert plan.num_blocks == int((FREE - FORWARD - GRAPHS - MIB) * CUDA_FRACTION) // SHAPE.bytes_per_block - 1
+
+
 def test_a_cache_of_a_given_size_has_to_fit_beside_the_largest_forward_and_the_graphs(
     size: Callable[..., KVCachePlan],
 ) -> None:

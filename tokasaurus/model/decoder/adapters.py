@@ -15,6 +15,9 @@ from tokasaurus.model.cpu.bindings import HugePageTensors
 from tokasaurus.model.cpu.low_rank import LowRankRows
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.layers import Linear, LinearAdapter, VocabAdapter
+from tokasaurus.model.decoder.row_adapters import RowAdapters, TiledRows
+from tokasaurus.model.staging.staging import Staging
+from tokasaurus.model.triton_choice import uses_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,15 @@ class AdapterShare:
 class ModelAdapters:
     """The adapters that are loaded, by digest, and the numbers by which rows have them. All ranks have the same."""
 
-    def __init__(self, model: Decoder, num_adapters: int) -> None:
-        """num_adapters: most that steps may have at a time: numbers are from 1 to it."""
+    def __init__(self, model: Decoder, num_adapters: int, max_rank: int = 0, max_tokens: int = 0) -> None:
+        """num_adapters: most that steps may have at a time: numbers are from 1 to it. max_rank: of an adapter.
+        max_tokens: of a forward, padding included. On a CPU, both are not needed."""
         self._model = model
-        self._rows = model.use_adapters(num_adapters)
+        tiled = None
+        if uses_triton(model.device, "adapters"):
+            tiled = TiledRows(num_adapters, max_rank, max_tokens, model.device)
+        self.rows = RowAdapters(num_adapters, tiled)
+        model.use_adapters(self.rows)
         self._loaded: dict[str, AdapterShare] = {}
         self._placed: dict[int, AdapterShare] = {}
         self._shapes = {shard.source: shard.shape for shard in model.weight_shards() if shard.linear is not None}
@@ -73,6 +81,26 @@ class ModelAdapters:
         linears = {linear: linear.prepare_adapter(own, memory) for linear, own in parts.items()}
         return AdapterShare(linears, embedding, head)
 
+    def random_share(self, rank: int) -> AdapterShare:
+        """Of an adapter of all linear layers that are not packed, for checks."""
+        parts, linears = self._model.parts_of_linears(), dict[Linear, LinearAdapter]()
+        generator = torch.Generator().manual_seed(rank)
+        for layer in self._model.decoder_layers():
+            for linear in layer.dense_linears():
+                num_inputs = linear.weight.shape[1]
+                linears[linear] = LinearAdapter(
+                    tuple(
+                        LowRankRows(
+                            first_row,
+                            torch.randn((rank, num_inputs), generator=generator) / num_inputs**0.5,
+                            torch.randn((num_outputs, rank), generator=generator) / rank,
+                        )
+                        for first_row, num_outputs in parts[linear]
+                    ),
+                    packed=None,
+                )
+        return AdapterShare(linears, None, None)
+
     def _as_stored(self, weight: NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(weight).to(self._model.weight_dtype)
 
@@ -85,14 +113,24 @@ class ModelAdapters:
         for number in [number for number, placed in self._placed.items() if placed is share]:
             self.place(number, None)
 
-    def set_rows(self, numbers: NDArray[np.int32] | None) -> None:
-        """numbers: of the rows that are computed next, int32 [T]; None: no row has an adapter."""
-        self._rows.set(numbers, self._model.device)
+    def set_rows(self, numbers: NDArray[np.int32] | None, staging: Staging | None = None) -> None:
+        """numbers: of the rows that are computed next, int32 [T]; None: no row has an adapter. staging: as in
+        RowAdapters.set."""
+        self.rows.set(numbers, self._model.device, staging)
 
     @property
     def has_rows(self) -> bool:
         """Whether any of the current rows has an adapter."""
-        return self._rows.numbers is not None
+        return self.rows.numbers is not None
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether graphs and compiled layers compute adapters, apart from those of `change_ends`."""
+        return self.rows.tiled is not None
+
+    def change_ends(self, numbers: NDArray[np.int32]) -> bool:
+        """Whether any of these adapters changes embeddings or logits."""
+        return not self.rows.outside_layers.isdisjoint(numbers.tolist())
 
     def place(self, number: int, digest: str | None) -> None:
         """Rows with this number have this adapter from the next step on; None: no row has the number."""
@@ -107,11 +145,11 @@ class ModelAdapters:
             model.embedding.place_vocab(number, embedding, head if is_one else None)
         if model.head is not None and not is_one:
             model.head.place_vocab(number, None, head)
-        self._rows.outside_layers.discard(number)
+        self.rows.outside_layers.discard(number)
         if share is not None:
             self._placed[number] = share
             if embedding is not None or head is not None or model.head in share.linears:
-                self._rows.outside_layers.add(number)
+                self.rows.outside_layers.add(number)
 
 
 def _scaled(change: LowRank) -> Tensor:

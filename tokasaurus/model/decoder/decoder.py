@@ -3,6 +3,7 @@ its `LayerSpec` (see checkpoint/spec)."""
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -314,17 +315,29 @@ class Decoder(Model):
         elif self._layer_kernels is not None and self._mesh.tp_size == 1:
             self.packed_layers = self._pack_layers(self._layer_kernels)
 
-    def use_adapters(self, num_adapters: int) -> RowAdapters:
-        """From now on, up to num_adapters at a time may add to the outputs of linear layers, but not those of experts,
-        in the rows that the returned object says. Call once all is packed."""
-        self.row_adapters = RowAdapters(num_adapters)
-        linears = (each for layer in self.decoder_layers() for each in layer.dense_linears())
-        for linear in (*linears, *filter(None, (self.embedding, self.lm_head))):
-            linear.use_adapters(self.row_adapters)
+    def use_adapters(self, row_adapters: RowAdapters) -> None:
+        """From now on, adapters may add to the outputs of linear layers, but not those of experts, in the rows that
+        row_adapters says. Call once all is packed."""
+        self.row_adapters = row_adapters
+        parts = {} if row_adapters.tiled is None else self.parts_of_linears()
+        for layer in self.decoder_layers():
+            for each in layer.dense_linears():
+                each.use_adapters(row_adapters, parts.get(each, ()))
+        for vocab in filter(None, (self.embedding, self.lm_head)):
+            vocab.use_adapters(row_adapters)
         if self.packed_layers is not None:
             assert self._layer_kernels is not None
             self.packed_layers = self._pack_layers(self._layer_kernels)
-        return self.row_adapters
+
+    def parts_of_linears(self) -> dict[nn.Module, list[tuple[int, int]]]:
+        """Of each linear layer here that is not packed, the first output of each of the fused layers, and how many it
+        has."""
+        parts = defaultdict[nn.Module, list[tuple[int, int]]](list)
+        for shard in self.weight_shards():
+            if shard.linear is not None and shard.target is not None:
+                linear, first_row = shard.linear
+                parts[linear].append((first_row, len(shard.target)))
+        return parts
 
     @property
     def rotary(self) -> "RotaryTable":

@@ -20,7 +20,7 @@ from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKer
 from tokasaurus.model.cpu.low_rank import LowRankRows, PackedAdapters, PackedLowRank
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.quantize import Packing, quantized
-from tokasaurus.model.decoder.row_adapters import RowAdapters
+from tokasaurus.model.decoder.row_adapters import LowRankSlots, RowAdapters
 from tokasaurus.model.decoder.weights import WeightShard, whole
 from tokasaurus.model.parallel.collectives import sum_over_shards
 from tokasaurus.model.parallel.mesh import Mesh
@@ -147,6 +147,8 @@ class Linear(nn.Module):
         self._row_adapters: RowAdapters | None = None
         self._low_rank: dict[int, Sequence[LowRankRows]] = {}
         """Of adapters by number, for torch."""
+        self._low_rank_slots: LowRankSlots | None = None
+        """The adapters for Triton kernels, where these add to the outputs."""
         self.packed_adapters: PackedAdapters | None = None
         """The adapters for the kernels, if these multiply by the weight, and there are adapters."""
 
@@ -167,9 +169,12 @@ class Linear(nn.Module):
             return self.packed_whole.multiply(x, normed, adapters=self.adapters_of_rows)
         return self._multiply_by_torch(x if norm is None else norm(x))
 
-    def use_adapters(self, row_adapters: RowAdapters) -> None:
-        """From now on, adapters may add to the outputs. row_adapters: says of which rows. Call after `pack`."""
+    def use_adapters(self, row_adapters: RowAdapters, parts: Sequence[tuple[int, int]] = ()) -> None:
+        """From now on, adapters may add to the outputs. row_adapters: says of which rows. parts: of the weight, as in
+        LowRankSlots, if Triton kernels are to add. Call after `pack`."""
         self._row_adapters = row_adapters
+        if row_adapters.tiled is not None and parts:
+            self._low_rank_slots = LowRankSlots(row_adapters.tiled, parts, self.weight.data)
         if self.packed_whole is not None:
             self.packed_adapters = PackedAdapters(self.packed_whole, self.weight.dtype, row_adapters.num_adapters)
 
@@ -182,6 +187,9 @@ class Linear(nn.Module):
         """The adapter of this number from now on; None adds nothing."""
         if self.packed_adapters is not None:
             self.packed_adapters.place(number, None if adapter is None else adapter.packed)
+        if self._low_rank_slots is not None:
+            self._low_rank_slots.place(number, () if adapter is None else adapter.parts)
+            return
         self._low_rank.pop(number, None)
         if adapter is not None:
             parts = ((part.first_row, part.down.to(self.weight), part.up.to(self.weight)) for part in adapter.parts)
@@ -312,7 +320,14 @@ class Linear(nn.Module):
             out = functional.linear(x, self.weight.to(x.dtype), bias)
         else:
             out = self._torch_gemm(x)
-        return out if self._row_adapters is None else self._row_adapters.added(out, x, self._low_rank)
+        rows = self._row_adapters
+        if rows is None:
+            return out
+        if self._low_rank_slots is None:
+            return rows.added(out, x, self._low_rank)
+        if rows.adds_in_kernels:
+            self._low_rank_slots.add(out, x)
+        return out
 
     def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> PackedWeights | ExpertWeights:
         return PackedWeights(kernels, weight, self.bias)

@@ -11,6 +11,9 @@ interrupted at each layer's attention, so that a forward replays one piece more 
 takes it. In another recording of the decode sizes, for backends that allow it and decode steps without prefix groups,
 attention is included. A few of these sizes have a third recording, for decode steps with up to some number of prefix
 groups: it includes attention to the prefixes, to the tokens after them, and the merge.
+
+Where Triton kernels compute adapters, the first two recordings exist once more, with these kernels in each layer: for
+steps whose rows have adapters.
 """
 
 # S size of a graph in tokens, E hidden size, V vocabulary, F sampling parameters of a row
@@ -30,6 +33,7 @@ from tokasaurus.messages.forward import ForwardInput, SlotChanges
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.decoder.model import LayerExecutor, Model
+from tokasaurus.model.decoder.row_adapters import RowAdapters
 from tokasaurus.model.execution.device_batch import DeviceBatch
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs
 from tokasaurus.model.sampling.finish import Finished
@@ -202,17 +206,20 @@ class StepGraphs:
         sampler: Sampler | None,
         plan_whole: Callable[[int], Attends] | None,
         backend: AttentionBackend | None,
+        adapters: RowAdapters | None = None,
     ) -> None:
         """sizes: of decode steps, as from graph_sizes. chunk_sizes: further ones, larger than these, for steps of more
         tokens; without logits. has_logits: record the LM head too. sampler: recorded too. plan_whole: plans attention
         of padding alone, S rows, so that it can be recorded; None if the backend does not allow it. backend: stores
-        keys and values by launches that can be recorded; None if the caller of `run` has to store them."""
+        keys and values by launches that can be recorded; None if the caller of `run` has to store them. adapters: of
+        the model, if their kernels are recorded too."""
         self._model = model
         self._executor = executor
         self._recorder = recorder
         self._sizes = sorted(sizes)
         self._all_sizes = self._sizes + sorted(chunk_sizes)
         self._recordings: dict[tuple[int, Kind], _Recording] = {}
+        self._with_adapters: dict[tuple[int, Kind], _Recording] = {}
         self._group_sizes: list[int] = []
         self.inputs = inputs
         """What the graphs read of a step: of the largest sizes."""
@@ -222,13 +229,20 @@ class StepGraphs:
         self._sampler = sampler
         self._plan_whole = plan_whole
         self._backend = backend
+        self._adapters = adapters
 
     def record(self, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
         """Record all sizes. progress: wraps the iteration over them."""
         for size in progress(self._all_sizes[::-1]):
-            self._recordings[size, "pieces"] = self._record_around_attention(size)
-            if self._plan_whole is not None and size <= self._sizes[-1]:
-                self._recordings[size, "whole"] = self._record_whole(size, self._plan_whole(size))
+            self._record_size(size, self._recordings)
+            if self._adapters is not None:
+                with self._adapters.recording():
+                    self._record_size(size, self._with_adapters)
+
+    def _record_size(self, size: int, recordings: dict[tuple[int, Kind], _Recording]) -> None:
+        recordings[size, "pieces"] = self._record_around_attention(size)
+        if self._plan_whole is not None and size <= self._sizes[-1]:
+            recordings[size, "whole"] = self._record_whole(size, self._plan_whole(size))
 
     def record_groups(
         self,
@@ -276,15 +290,20 @@ class StepGraphs:
         return step.num_decode == len(step.slots) > self._sizes[-1]
 
     def run(
-        self, batch: DeviceBatch, attends: Attends | None, is_decode: bool, hidden: Tensor | None = None
+        self,
+        batch: DeviceBatch,
+        attends: Attends | None,
+        is_decode: bool,
+        hidden: Tensor | None = None,
+        has_adapters: bool = False,
     ) -> DecodeOutput:
         """Run a padded step in `inputs`, whose number of tokens is a recorded size. attends: None if recorded attention
         is planned, with prefix groups if the batch has some. is_decode: as from `is_decode`; for other steps, `inputs`
         has nothing that sampling reads. hidden: [n, E], as in Model.forward, of the tokens before the padding; None
-        on the first stage."""
+        on the first stage. has_adapters: of any row; then attention with prefix groups is never recorded."""
         size = len(batch.token_ids)
         kind: Kind = "pieces" if attends is not None else "whole" if batch.layout.prefix is None else "groups"
-        recording = self._recordings[size, kind]
+        recording = (self._with_adapters if has_adapters else self._recordings)[size, kind]
         if self._entering is not None:
             assert hidden is not None, "an earlier stage sends it"
             self._entering[: len(hidden)].copy_(hidden)

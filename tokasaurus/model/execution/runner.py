@@ -311,6 +311,8 @@ class ModelRunner:
         """Record steps of these sizes, in tokens; from now on, steps replay them. sizes: of decode steps. progress:
         wraps the iteration over all sizes. chunk_sizes: further ones, for steps of more tokens."""
         self._graphs = self._prefixes = None
+        if self.adapters is not None:
+            self.adapters.set_rows(None)  # the rows of the step before
         has_logits = self._mesh.is_last_stage
         can_sample = has_logits and self._shard.is_whole and uses_triton(self.device, "sampling")
         plan_whole, memory, backend = None, None, self._recordable
@@ -322,7 +324,8 @@ class ModelRunner:
         places = self._model, self._executor, recorder, sizes, chunk_sizes, inputs
         sampler = partial(draw_and_finish, last_tokens=self._slots.last_tokens) if can_sample else None
         cache = self._backend if isinstance(self._backend, TensorCache) else None
-        graphs = StepGraphs(*places, has_logits, sampler, plan_whole, cache)
+        adapters = self.adapters.rows if self.adapters is not None and self.adapters.in_graphs else None
+        graphs = StepGraphs(*places, has_logits, sampler, plan_whole, cache, adapters)
         graphs.record(progress)
         self._graphs = graphs
 
@@ -335,6 +338,8 @@ class ModelRunner:
         assert graphs is not None
         assert backend is not None, "attention can be recorded"
         self.drop_groups()
+        if self.adapters is not None:
+            self.adapters.set_rows(None)
         largest = graphs.sizes[-1]
         memory = backend.prepare_groups(max_graph_groups(largest, largest))
 
@@ -521,8 +526,7 @@ class ModelRunner:
             result = self._by_kernels(self._kernel_decode, step, begun[0], recorded)
             if result is not None:
                 return result
-        has_adapters = self.adapters is not None and bool(self._slots.adapters[step.slots].any())
-        batch, computed = self._compute(step, launches=recorded is not None or has_adapters)
+        batch, computed = self._compute(step, launches=recorded is not None or self._must_launch(step))
         num_tokens = int(step.num_tokens.sum())
         num_sampled = batch.num_sampled - (len(batch.token_slots) - num_tokens)  # without the rows that pad a graph
         if self._links is not None and not self._links.is_last:
@@ -621,8 +625,7 @@ class ModelRunner:
         hidden = hidden[: len(batch.token_slots)]
         outputs: dict[str, Tensor] = {}
         is_mixed = batch.num_sampled < len(hidden) and batch.prompt_logprobs is None
-        has_adapters = self.adapters is not None and self.adapters.has_rows
-        if self._graphs is not None and is_mixed and num_sampled and not has_adapters:
+        if self._graphs is not None and is_mixed and num_sampled and not self._changes_ends(batch):
             outputs = {"is_finite": are_finite(hidden)}
             # A copy: the graphs may use the memory of what they have computed.
             rows = hidden.index_select(0, batch.logit_rows[:num_sampled])
@@ -666,8 +669,6 @@ class ModelRunner:
 
         entering: hidden states that no other stage has to send. launches: without graphs and compiled layers.
         """
-        if self.adapters is not None and self.adapters.has_rows:
-            self.adapters.set_rows(None)  # of the step before
         graphs, backend, executor = None if launches else self._graphs, self._backend, self._executor
         if launches and isinstance(executor, CompiledExecutor):
             executor = executor.plain
@@ -675,26 +676,29 @@ class ModelRunner:
         if graphs is None or size is None:
             batch = self._build(step, is_padded=not self.always_on_kernels)
             backend.plan(batch.layout)
+            self._set_adapters(batch)
             self._staging.send()
             attends, hidden = attends_over(backend, batch.layout), self._receive(step, entering, len(batch.token_ids))
-            if self.adapters is not None:
-                self.adapters.set_rows(self._adapters_of(batch, len(batch.token_ids)))
             hidden = self._model(batch.token_ids, hidden, batch.positions, executor, attends)
             return batch, DecodeOutput(hidden, logits=None)
         is_decode, prefixes = graphs.is_decode(step), None
-        if is_decode and step.groups is not None and (found := self._groups_for(graphs, step.groups, size)) is not None:
+        has_adapters = self.adapters is not None and bool(self._slots.adapters[step.slots].any())
+        # Adapters are not recorded with prefix groups.
+        groups = step.groups if is_decode and not has_adapters else None
+        if groups is not None and (found := self._groups_for(graphs, groups, size)) is not None:
             size, prefixes = found
         inputs = graphs.inputs.cut(size)
         batch = self._build(padded(step, size) if is_decode else step, not is_decode, inputs, prefixes)
+        self._set_adapters(batch)
         if is_decode and self._recordable is not None and (step.groups is None or prefixes is not None):
             self._recordable.plan_recorded(batch.layout)
             self._staging.send()
-            return batch, graphs.run(batch, None, is_decode, self._receive(step, entering))
+            return batch, graphs.run(batch, None, is_decode, self._receive(step, entering), has_adapters)
         backend.plan(batch.layout)
         self._staging.send()
         # Tokens of padding compute whatever was in memory: no other token reads it.
         attends = attends_over(backend, batch.layout, fills_padding=False, writes=not graphs.stores_kv)
-        return batch, graphs.run(batch, attends, is_decode, self._receive(step, entering))
+        return batch, graphs.run(batch, attends, is_decode, self._receive(step, entering), has_adapters)
 
     def _groups_for(self, graphs: StepGraphs, groups: PrefixGroups, num_rows: int) -> tuple[int, RecordedMemory] | None:
         """The size of the recording with prefix groups that a decode step of num_rows rows replays, and its memory;
@@ -729,9 +733,27 @@ class ModelRunner:
     def _logits(self, hidden: Tensor, batch: DeviceBatch, rows: Tensor) -> Tensor:
         """As the model's, of these rows of hidden [T, E]."""
         if self.adapters is not None:
-            numbers = self._adapters_of(batch, len(hidden))
+            numbers = None
+            if not self.adapters.in_graphs or self._changes_ends(batch):
+                numbers = self._adapters_of(batch, len(hidden))
             self.adapters.set_rows(None if numbers is None else numbers[rows.cpu().numpy()])
         return self._model.logits(hidden[rows])
+
+    def _must_launch(self, step: ForwardInput) -> bool:
+        """Whether the step has adapters that neither graphs nor compiled layers compute."""
+        if self.adapters is None:
+            return False
+        numbers = self._slots.adapters[step.slots]
+        return bool(numbers.any()) and not (self.adapters.in_graphs and not self.adapters.change_ends(numbers))
+
+    def _changes_ends(self, batch: DeviceBatch) -> bool:
+        """Whether the batch has adapters that change embeddings or logits."""
+        return self.adapters is not None and self.adapters.change_ends(self._slots.adapters[batch.token_slots])
+
+    def _set_adapters(self, batch: DeviceBatch) -> None:
+        """For the next forward, whose arrays are not sent yet."""
+        if self.adapters is not None:
+            self.adapters.set_rows(self._adapters_of(batch, len(batch.token_ids)), self._staging)
 
     def _adapters_of(self, batch: DeviceBatch, num_tokens: int) -> NDArray[np.int32] | None:
         """int32 [num_tokens], the number of each token's adapter, or 0; None if no token has one. num_tokens: those of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +67,7 @@ from tokasaurus.model.worker.memory import (
     size_kv_cache,
 )
 from tokasaurus.model.worker.memory_plan import (
+    ADAPTERS,
     INPUTS,
     ROTARY,
     SLOTS,
@@ -87,7 +88,7 @@ from tokasaurus.model.worker.weight_update import WeightUpdates
 from tokasaurus.monitoring.memory_nodes import Place
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 from tokasaurus.monitoring.trace import Trace
-from tokasaurus.workers import num_adapters
+from tokasaurus.workers import max_adapter_rank, num_adapters
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -178,7 +179,7 @@ def loading() -> list[Phase]:
         Phase("", choose_attention, when=lambda start: not start.on_cuda),
         Phase("Triton kernels", check_triton, when=lambda start: groups_in_use(start.device, "sampling", "layers")),
         Phase("", make_slots, (SLOTS,)),
-        Phase("adapters", take_adapters, when=lambda start: num_adapters(start.config)),
+        Phase("adapters", take_adapters, (ADAPTERS,), when=lambda start: num_adapters(start.config)),
         Phase("", link_stages, (STAGES,), when=lambda start: start.mesh.pp_size > 1),
         Phase("", make_runner, (INPUTS,)),
         Phase("compiled layers", compile_layers, when=lambda start: start.compiler),
@@ -298,7 +299,7 @@ def _ready(start: Start) -> StartedWorker:
     )
     adapters = None
     if runner.adapters is not None:
-        adapters = AdapterLoads(runner.adapters, config.max_lora_rank, start.mesh, start.device)
+        adapters = AdapterLoads(runner.adapters, max_adapter_rank(config), start.mesh, start.device)
     kernels = start.kernels if runner.always_on_kernels else None
     return StartedWorker(runner, limits, start.device, kernels, sleeper, adapters)
 
@@ -332,12 +333,15 @@ def take_adapters(start: Start) -> str:
     if refusal := _no_adapters(start):
         if config.lora:
             raise FlagRefused(f"lora: {refusal}")
+        start.memory.replan(ADAPTERS, -start.memory.planned(ADAPTERS))
         return refusal
-    start.adapters = ModelAdapters(start.decoder, num_adapters(config))
+    sizes = num_adapters(config), max_adapter_rank(config), padded_count(limits.max_tokens, start.mesh.tp_size)
+    start.adapters = ModelAdapters(start.decoder, *sizes)
+    start.limits = replace(limits, has_adapters=start.adapters.in_graphs)
     if start.kernels is not None:
-        start.kernels.reserve_adapters(limits.max_tokens, config.max_lora_rank, start.activation_dtype)
-    size = show_size(num_in_adapter(start.info, start.mesh, config.max_lora_rank) * start.dtype.itemsize)
-    return f"at most {num_adapters(config)} in use, of ranks up to {config.max_lora_rank}, which take {size} each"
+        start.kernels.reserve_adapters(limits.max_tokens, sizes[1], start.activation_dtype)
+    size = show_size(num_in_adapter(start.info, start.mesh, sizes[1]) * start.dtype.itemsize)
+    return f"at most {sizes[0]} in use, of ranks up to {sizes[1]}, which take {size} each"
 
 
 def check_files(start: Start) -> str:

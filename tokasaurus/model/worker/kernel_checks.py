@@ -8,6 +8,7 @@ Inputs are small, but have the sizes of the model: they compile the variants tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,9 @@ from tokasaurus.model.attention.backend import BlockLists, KVShape, RecordedMemo
 from tokasaurus.model.attention.block_lists import fill_lists_by_torch, lists_in
 from tokasaurus.model.attention.row_split import count_sinks, merge_partial
 from tokasaurus.model.buffer_sizes import num_mask_words
+from tokasaurus.model.cpu.low_rank import LowRankRows
 from tokasaurus.model.decoder.decoder import Decoder, zero_nonfinite
+from tokasaurus.model.decoder.row_adapters import LowRankSlots, RowAdapters, TiledRows
 from tokasaurus.model.execution.executors import FusedExecutor, has_fused_layers
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs, SlotState, StagedRows, fill_inputs_by_torch
 from tokasaurus.model.execution.runner import ModelRunner
@@ -52,6 +55,7 @@ from tokasaurus.model.worker.self_check import (
     measure_layers,
 )
 from tokasaurus.model.worker.warmup import ForwardLimits
+from tokasaurus.workers import max_adapter_rank, num_adapters
 
 if TYPE_CHECKING:
     from tokasaurus.model.worker.start import Start
@@ -68,16 +72,20 @@ _OPTIONS = (
 _ROWS_PER_OPTION = 4
 _NUM_TOP = 5
 _CONTEXT_TOKENS = 20
+_CHECKED_RANK = 64
 
 
 def check_triton(start: Start) -> str:
-    """Check the Triton kernels of sampling and of layers. Kernels of attention and of steps are checked on the way."""
+    """Check the Triton kernels of sampling, of layers and of adapters. Kernels of attention and of steps are checked on
+    the way."""
     model, shape = start.model, start.shape
     own_layers = start.backend, shape, start.mesh, None, 1, start.limits.context_length
     measures: dict[KernelGroup, Measure] = {
         "sampling": partial(compare_sampler, model.vocab_size, model.activation_dtype, shape.device),
         "layers": lambda: measure_layers(FusedExecutor(start.decoder), start.decoder, *own_layers),
     }
+    if num_adapters(start.config) and start.info.is_native:
+        measures["adapters"] = partial(compare_low_rank, start.decoder, max_adapter_rank(start.config))
     if not has_fused_layers(model.spec.layers):
         del measures["layers"]
     for group in groups_in_use(start.device, *measures):
@@ -124,6 +132,7 @@ def measures(shape: KVShape, model: Decoder) -> dict[KernelGroup, Measure]:
         "sampling": partial(compare_sampler, model.vocab_size, model.activation_dtype, shape.device),
         "layers": partial(compare_layers, model),
         "steps": partial(compare_inputs, shape),
+        "adapters": partial(compare_low_rank, model, _CHECKED_RANK),
     }
     return {group: measure for group, measure in every.items() if uses_triton(shape.device, group)}
 
@@ -324,6 +333,36 @@ def compare_layers(model: Decoder) -> Iterator[Measured]:
         yield compared("add_norm (norm)", normed, mlp_norm(expected), tolerance)
     gate_up = random.normal((4, 2 * layer.dense_mlp.gate_up.length), dtype)
     yield compared("silu_mul", triton_layers.silu_mul(gate_up), layer.dense_mlp.gate_up.activate(gate_up), tolerance)
+
+
+def compare_low_rank(model: Decoder, max_rank: int) -> Iterator[Measured]:
+    """What adapters add to the linear layers of the first decoder layer, in few rows and in many, by two adapters;
+    each third row has none."""
+    layer, parts = next(iter(model.decoder_layers())), model.parts_of_linears()
+    for num_rows, (name, linear) in itertools.product(
+        (5, 600), zip(("qkv", "out", "gate and up", "down"), layer.dense_linears(), strict=False)
+    ):
+        random, weight = SeededNumbers(model.device), linear.weight.data
+        rows = TiledRows(2, max_rank, num_rows, model.device)
+        slots, plain = LowRankSlots(rows, parts[linear], weight), RowAdapters(2)
+        numbers = np.arange(num_rows, dtype=np.int32) % 3
+        adapters = dict[int, list[LowRankRows]]()
+        for number, rank in ((1, max_rank), (2, 1)):
+            adapters[number] = [
+                LowRankRows(
+                    first_row,
+                    random.normal((rank, weight.shape[1]), weight.dtype) / weight.shape[1] ** 0.5,
+                    random.normal((num_outputs, rank), weight.dtype) / rank**0.5,
+                )
+                for first_row, num_outputs in parts[linear]
+            ]
+            slots.place(number, adapters[number])
+        rows.stage(numbers, DirectStaging(model.device))
+        plain.set(numbers, model.device)
+        x, out = (random.normal((num_rows, size), weight.dtype) for size in weight.shape[::-1])
+        expected = plain.added(out.clone(), x, adapters)
+        slots.add(out, x)
+        yield compared(f"adapters of {name}, {num_rows} rows", out, expected, TOLERANCES[weight.dtype])
 
 
 def compare_inputs(shape: KVShape) -> Iterator[Measured]:

@@ -318,7 +318,8 @@ def size_kv_cache(
         block = BlockBytes(own, own)
         _measure_on_cuda(shape.device, backend, memory, run_largest, measure_graphs)
         free = torch.cuda.mem_get_info(shape.device)[0]
-        available = max(0, free - memory.measured[FORWARD] - memory.measured[GRAPHS] - memory.planned(ADAPTERS))
+        to_load = memory.planned(ADAPTERS) - memory.measured.get(ADAPTERS, 0)
+        available = max(0, free - memory.measured[FORWARD] - memory.measured[GRAPHS] - max(0, to_load))
         what, fraction = "free after weights, the largest forward and graphs", CUDA_FRACTION
     if config.kv_cache_num_tokens is not None:
         return plan_fixed(config.kv_cache_num_tokens, config.page_size, block, available)

@@ -31,6 +31,7 @@ from tokasaurus.model.buffer_sizes import (
     max_graph_groups,
     num_wrappers,
     padded_count,
+    padded_rank,
     plan_bytes,
     ruled_rows_at_once,
     sampled_bytes,
@@ -39,7 +40,7 @@ from tokasaurus.model.buffer_sizes import (
 )
 from tokasaurus.model.decoder.parameters import num_in_adapter, num_in_routers, num_parameters, of_class
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.workers import num_adapters
+from tokasaurus.workers import max_adapter_rank, num_adapters
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -132,7 +133,7 @@ def sizes_of(
         chunk_sizes=tuple(sizes_of_chunks(config, graphs)),
         group_sizes=tuple(sizes_of_groups(config, graphs)),
         num_adapters=num_adapters(config),
-        max_lora_rank=config.max_lora_rank,
+        max_lora_rank=max_adapter_rank(config),
     )
 
 
@@ -345,8 +346,9 @@ def _adapters(rank: _Rank) -> Planned:
     sizes, item = rank.sizes, rank.sizes.item
     if not sizes.num_adapters or not rank.info.is_native:
         return None
-    count = num_in_adapter(rank.info, rank.mesh, sizes.max_lora_rank)
-    reason = f"{sizes.num_adapters} x {count:,} numbers of rank {sizes.max_lora_rank} x {item} B"
+    max_rank = padded_rank(sizes.max_lora_rank)
+    count = num_in_adapter(rank.info, rank.mesh, max_rank)
+    reason = f"{sizes.num_adapters} x {count:,} numbers of rank {max_rank} x {item} B"
     return sizes.num_adapters * count * item, reason
 
 
@@ -427,7 +429,8 @@ def _workspaces(rank: _Rank) -> Planned:
 def _graphs(rank: _Rank) -> Planned:
     """All graphs share the memory of the largest, and those of decode steps that of the most logits. For each piece of
     a graph the driver keeps some more: a graph has one piece more than the stage has layers, and that of a decode step
-    twice as many where attention can be recorded too, or three times with prefix groups."""
+    twice as many where attention can be recorded too, or three times with prefix groups. Adapters are recorded without
+    prefix groups."""
     sizes, mesh = rank.sizes, rank.mesh
     if not sizes.graph_sizes:
         return None
@@ -447,6 +450,9 @@ def _graphs(rank: _Rank) -> Planned:
     reason += f" + {num_tokens:,} x {RECORDED_TOKEN_BYTES} B + {num_rows:,} x {RECORDED_ROW_BYTES} B of inputs"
     if rank.has_flashinfer:
         num_recordings += len(sizes.graph_sizes)
+    if sizes.num_adapters and rank.info.is_native:
+        num_recordings *= 2
+    if rank.has_flashinfer:
         of_plans = rank.num_kinds * plan_bytes(num_rows)
         num_lists, of_prefixes = num_rows, 0
         if rank.records_groups:

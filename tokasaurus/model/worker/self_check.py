@@ -39,6 +39,7 @@ from tokasaurus.model.attention.block_lists import as_in_steps, in_recorded
 from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.attention.row_split import Attends, attends_over
 from tokasaurus.model.buffer_sizes import max_graph_groups, padded_count
+from tokasaurus.model.decoder.adapters import ModelAdapters
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.model import LayerExecutor, Model
@@ -74,6 +75,7 @@ _LOST: dict[KernelGroup, str] = {
     "sampling": "tokens are drawn by plain torch, which sorts the vocabulary for limits and is not in CUDA graphs",
     "layers": "layers take over 25 launches instead of eight, unless torch_compile=T compiles them",
     "steps": "a recorded decode step takes up to twenty launches beside its graphs instead of one",
+    "adapters": "steps with adapters are in no graphs, and each layer takes several launches for each adapter",
 }
 
 ROW_TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.02}
@@ -93,6 +95,9 @@ _NUM_MIXED_DECODES = 2
 """Decode rows of a checked step with prompts."""
 _MAX_OWN = 16
 """Tokens of a sequence after the shared block."""
+
+_RANDOM, _RANK = "random", 4
+"""Of a checked adapter."""
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -521,6 +526,8 @@ def measure_graphs(
     Overwrites blocks of the KV cache. num_blocks: without the padding block."""
     sizes, all_sizes = runner.graph_sizes, runner.all_graph_sizes
     prompts = _prefilled(runner, model, page_size, num_blocks, limits)
+    if runner.adapters is not None and runner.adapters.in_graphs:
+        yield from _measure_adapters(runner, runner.adapters, model, prompts, limits)
     for size in dict.fromkeys((sizes[0], sizes[-1])):
         num_padding = int(size - 1 not in (0, *sizes))  # one row, where that does not make it another size
         num_rows = size - num_padding
@@ -559,6 +566,27 @@ def measure_group_graphs(
         yield from _compare_graph(
             f"graph of {size} rows with prefix groups", runner, model, zip(decodes, places, strict=True)
         )
+
+
+def _measure_adapters(
+    runner: ModelRunner, adapters: ModelAdapters, model: Model, prompts: "Prompts", limits: ForwardLimits
+) -> Iterator[Measured]:
+    """Recorded steps of the smallest and the largest size, in which each second sequence has an adapter."""
+    sizes = runner.graph_sizes
+    adapters.load(_RANDOM, adapters.random_share(_RANK))
+    adapters.place(1, _RANDOM)
+    prompts.have_adapters = True
+    try:
+        for size in dict.fromkeys((sizes[0], sizes[-1])):
+            steps = ((prompts.decode(size, [], turn), prompts.sequences(size, turn)) for turn in (0, 1))
+            yield from _compare_graph(f"graph of {size} rows with adapters", runner, model, steps)
+        most = min(runner.all_graph_sizes[-1], limits.max_tokens)
+        mixed = [step for turn in (0, 1) if (step := prompts.mixed(most, turn)) is not None]
+        if mixed:
+            yield from _compare_graph("graph of a step with prompts and adapters", runner, model, mixed)
+    finally:
+        prompts.have_adapters = False
+        adapters.unload(_RANDOM)
 
 
 def _prefilled(runner: ModelRunner, model: Model, page_size: int, num_blocks: int, limits: ForwardLimits) -> "Prompts":
@@ -652,6 +680,8 @@ class Prompts:
         shared = np.arange(1, 1 + self.num_shared, dtype=np.int32)
         own = 1 + self.num_shared + np.arange(count, dtype=np.int32)[::-1]
         self._tables = np.concatenate((np.tile(shared, (count, 1)), own[:, None]), axis=1)
+        self.have_adapters = False
+        """Whether each second sequence has the adapter number 1."""
 
     def sequences(self, num_rows: int, turn: int) -> NDArray[np.int64]:
         """The sequence of each row, another one in each turn."""
@@ -717,6 +747,8 @@ class Prompts:
         slots = np.arange(1, 1 + len(sequences), dtype=np.int32)
         tables = self._tables[sequences]
         opened = plain_opens(slots, prompts, first_positions)
+        if self.have_adapters:
+            opened = replace(opened, adapters=(sequences % 2).astype(np.int32))
         return SlotChanges(slots, opened, np.repeat(slots, tables.shape[1]), tables.ravel())
 
 

@@ -86,6 +86,9 @@ class ForwardLimits:
     has_groups: bool = True
     """Whether steps may have prefix groups."""
 
+    has_adapters: bool = False
+    """Whether Triton kernels compute adapters."""
+
 
 def widest_prefill(limits: ForwardLimits) -> ForwardInput:
     """A prefill with a forward's most tokens and sampling rows, and prompt logprobs for LOGPROBS_AT_ONCE tokens."""
@@ -142,8 +145,8 @@ def warm_up(
 ) -> WarmUpTimes:
     """Run the largest forwards and small ones of each kind and shape.
 
-    The largest are the widest prefill and a decode after it; and, if is_context_costly (attention's memory grows with
-    the context), the longest ones.
+    The largest are the widest prefill, without and with adapters, and a decode after it; and, if is_context_costly
+    (attention's memory grows with the context), the longest ones.
 
     The slots stay open in the worker. This is harmless: the manager opens a slot before it uses it.
     """
@@ -151,6 +154,8 @@ def warm_up(
     steps = [widest]
     if limits.context_length > int(widest.num_tokens.max()):
         steps.append(decode_after(widest))
+    if limits.has_adapters:
+        steps.append(_with_adapters(widest))
     if is_context_costly:
         steps += [longest_prefill(limits), longest_last_tokens(limits)]
     shapes = limits.max_tokens, limits.max_seqs, limits.context_length, page_size, limits.has_groups
@@ -171,8 +176,8 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
 
     With every sampling feature: prefill with prompt logprobs, then decode. The same prefill without masks, and one each
     with limits, with top-k logprobs and with masks alone: Triton compiles a variant of a kernel for each. With none:
-    prefill, decode together with prefill, decode in a prefix group, and a single token, in case a compiler treats a
-    size of 1 specially.
+    prefill, decode together with prefill, both with adapters, decode in a prefix group, and a single token, in case a
+    compiler treats a size of 1 specially.
     """
     num_rows = min(_SMALL_ROWS, limits.max_seqs, limits.max_tokens)
     num_tokens = np.full(num_rows, min(_SMALL_TOKENS, limits.max_tokens // num_rows, limits.context_length), np.int32)
@@ -188,12 +193,23 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
         plain = _first_step(num_tokens, start, limits, is_plain=True)
         yield plain
         yield _decode_with_prefill(plain, limits)
+        if limits.has_adapters:
+            yield _with_adapters(plain)
+            yield decode_after(plain)
     if limits.has_groups and limits.context_length > page_size + 1:
         after_block = rows_after_a_block(num_rows, limits, page_size)
         yield after_block
         groups = PrefixGroups(np.array([num_rows], np.int32), np.ones(1, np.int32))
         yield replace(decode_after(after_block), groups=groups)
     yield single_token(limits)
+
+
+def _with_adapters(step: ForwardInput) -> ForwardInput:
+    """`step`, which opens slots, with an adapter that adds nothing in all rows: the kernels are launched."""
+    opened = step.changes.opened
+    assert opened is not None
+    opened = replace(opened, adapters=np.ones(len(opened.slots), np.int32))
+    return replace(step, changes=replace(step.changes, opened=opened))
 
 
 def _with_limits_alone(step: ForwardInput) -> ForwardInput:

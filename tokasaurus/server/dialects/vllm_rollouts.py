@@ -52,7 +52,7 @@ from tokasaurus.server.respond.whole import build_usage, write_prompt_logprobs
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, num_body_bytes, ready_state_of, state_of
 from tokasaurus.server.value_words import MAX_ECHO_CHARS
-from tokasaurus.workers import num_adapters, num_workers
+from tokasaurus.workers import max_adapter_rank, num_adapters, num_workers
 
 
 # Tokens: body
@@ -577,7 +577,7 @@ async def server_info(request: Request, config_format: Literal["json"] | None = 
     }
     adapters = None
     if not limits.no_adapters:
-        adapters = {"max_lora_rank": config.max_lora_rank, "max_loras": num_adapters(config)}
+        adapters = {"max_lora_rank": max_adapter_rank(config), "max_loras": num_adapters(config)}
     others = {"lora_config": adapters, "weight_transfer_config": None}  # no transfers but by files
     return JSONResponse({"vllm_config": {"model_config": model, "parallel_config": parallel, **others}})
 
