@@ -62,6 +62,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 _LLAMA4 = {"attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1}
+_MAVERICK = {"num_local_experts": 128, "attention_bias": False, "no_rope_layers": None, "num_hidden_layers": 4}
 WITH_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen2_moe", 0, {}),
     ("qwen3_moe", 0, {}),
@@ -78,7 +79,7 @@ WITH_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
     ("minimax_m2", 0, {}),
     ("gpt_oss", 0, {}),
     ("llama4_text", 0, _LLAMA4),
-    ("llama4_text", 1, {**_LLAMA4, "num_local_experts": 128, "attention_bias": False, "no_rope_layers": None}),
+    ("llama4_text", 1, {**_LLAMA4, **_MAVERICK}),
 ]
 
 

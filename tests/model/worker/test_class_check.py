@@ -1,6 +1,8 @@
 """The check of a start of what transformers' class computes: once for a model, a machine and its flags."""
 
+import gc
 import os
+import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -154,6 +156,34 @@ def test_what_fails_on_the_first_rank_alone_leaves_the_comparison_with_its_part(
     assert "and 1,000 are available" in no_memory
     assert "it fails" in no_weights
     assert "OutOfMemoryError" in fails
+
+
+def count_threads(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -> None:
+    """Sends how many threads of gloo there are before the model's end and after."""
+    torch.set_num_threads(1)
+    flags = ["device=cpu", "dtype=float32", "tp_size=2", "model_impl=transformers", "kv_cache_num_tokens=1024"]
+    checkpoint = resolve_checkpoint(str(rendezvous.parent), impl="transformers")
+
+    def send() -> None:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        answers.send(sum("gloo" in name for name in names))
+
+    with joined(Mesh(tp_rank=rank, tp_size=num_ranks), rendezvous, CPU) as mesh:
+        start = load_worker(ServerConfig.parse(flags), checkpoint, mesh, rank, PhaseLog(lambda _: None))
+    send()
+    del mesh, start
+    gc.collect()
+    send()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are told by /proc")
+def test_no_thread_of_gloo_outlives_the_model(tmp_path: Path) -> None:
+    """It would abort the process if it freed a tensor while the interpreter ends."""
+    save_tiny_model(tmp_path, tiny_config("mixtral"))
+    save_byte_tokenizer(tmp_path)
+    for before, after in run_ranks(2, tmp_path, 2, count_threads):
+        assert before > 0
+        assert after == 0
 
 
 @pytest.mark.long

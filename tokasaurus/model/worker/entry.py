@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -152,6 +153,11 @@ def run_worker(
             with threads:
                 run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind, carry_out)
             worker.runner.drop_graphs()  # NCCL's end waits for recorded collectives, which only their graphs' end frees
+        if mesh.num_ranks > 1 and not checkpoint.info.is_native:
+            # Modules of a class are in cycles, and have the group. Gloo's threads abort a process if they free a tensor
+            # while the interpreter ends.
+            del own_mesh, start, worker, carry_out
+            gc.collect()
     except RuntimeError as error:
         if mesh.num_ranks == 1 or not is_about_another_rank(error):
             raise

@@ -1,5 +1,6 @@
 """What becomes of each class that is divided among ranks: `python -m` writes the table that tests compare with."""
 
+import gc
 import json
 import sys
 import tempfile
@@ -56,12 +57,18 @@ def _run_rank(rank: int, texts: dict[str, Tensor], directory: Path) -> None:
     rendezvous = f"file://{directory / 'rendezvous'}"
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     for family, token_ids in texts.items():
-        for name, (tp_size, pp_size) in MESHES.items():
+        for name, (tp_size, _) in MESHES.items():
             if rank < tp_size:
-                group = torch.distributed.group.WORLD if tp_size > 1 else None
-                meshes = [Mesh(stage, pp_size, rank, tp_size, group) for stage in range(pp_size)]
-                torch.save(_logits(directory / family, meshes, token_ids), directory / family / f"{name} {rank}.pt")
+                _save_logits(directory / family, name, rank, token_ids)
     torch.distributed.destroy_process_group()
+    gc.collect()  # modules in cycles have the group, whose threads abort a process that ends while they free a tensor
+
+
+def _save_logits(directory: Path, name: str, rank: int, token_ids: Tensor) -> None:
+    tp_size, pp_size = MESHES[name]
+    group = torch.distributed.group.WORLD if tp_size > 1 else None
+    meshes = [Mesh(stage, pp_size, rank, tp_size, group) for stage in range(pp_size)]
+    torch.save(_logits(directory, meshes, token_ids), directory / f"{name} {rank}.pt")
 
 
 def _logits(directory: Path, stages: list[Mesh], token_ids: Tensor) -> Tensor | str:
