@@ -140,6 +140,8 @@ def _add_expert_sizes(writer: GGUFWriter, config: Any, gating: int | None) -> No
         writer.add_expert_feed_forward_length(first("moe_intermediate_size", "intermediate_size"))
     if family in ("qwen2_moe", "hunyuan_v1_moe"):
         writer.add_expert_shared_feed_forward_length(first("shared_expert_intermediate_size", "intermediate_size"))
+    if family == "ernie4_5_moe":
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
     if family in ("glm4_moe", "dots1", "ernie4_5_moe"):
         writer.add_expert_shared_count(first("n_shared_experts", "moe_num_shared_experts"))
         writer.add_leading_dense_block_count(first("first_k_dense_replace", "moe_layer_start_index"))
