@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.helpers.gguf_families import write_family_gguf
+from tests.checkpoint.helpers.gguf_families import LLAMA4, WITH_EXPERTS, write_family_gguf
 from tests.helpers.tiny_model import LONGROPE, option_config, save_random_model
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
 from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint, with_safetensors
@@ -59,27 +59,6 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("jais2", 1, {}),
     ("hunyuan_v1_dense", 0, {}),
     ("hunyuan_v1_dense", 1, {}),
-]
-
-_LLAMA4 = {"attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1}
-_MAVERICK = {"num_local_experts": 128, "attention_bias": False, "no_rope_layers": None, "num_hidden_layers": 4}
-WITH_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
-    ("qwen2_moe", 0, {}),
-    ("qwen3_moe", 0, {}),
-    ("mixtral", 0, {}),
-    ("olmoe", 0, {}),
-    ("granitemoe", 0, {}),
-    ("granitemoe", 1, {}),
-    ("ernie4_5_moe", 0, {}),
-    ("hunyuan_v1_moe", 0, {}),
-    ("hunyuan_v1_moe", 1, {}),
-    ("glm4_moe", 0, {"num_nextn_predict_layers": 0}),
-    ("glm4_moe", 1, {"num_nextn_predict_layers": 0}),
-    ("dots1", 1, {}),
-    ("minimax_m2", 0, {}),
-    ("gpt_oss", 0, {}),
-    ("llama4_text", 0, _LLAMA4),
-    ("llama4_text", 1, {**_LLAMA4, **_MAVERICK}),
 ]
 
 
@@ -176,7 +155,7 @@ def test_chunks_and_scores_of_llama_4_that_are_not_the_published_ones_are_refuse
     key: str, value: int, is_computed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
-    model = save_random_model(tmp_path / "saved", option_config("llama4_text", 0, tied=True, **_LLAMA4))
+    model = save_random_model(tmp_path / "saved", option_config("llama4_text", 0, tied=True, **LLAMA4))
     path = tmp_path / "model.gguf"
     write_family_gguf(path, model, others={key: value})
     if is_computed:

@@ -31,6 +31,27 @@ _ARCHITECTURES = {
 """Those that are not named as the family."""
 _PERMUTED = ("llama", "mistral", "ministral3", "smollm3", "olmo", "granite", "arcee", "mixtral", "granitemoe")
 _ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron")
+LLAMA4 = {"attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1}
+_MAVERICK = {"num_local_experts": 128, "attention_bias": False, "no_rope_layers": None, "num_hidden_layers": 4}
+WITH_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("qwen2_moe", 0, {}),
+    ("qwen3_moe", 0, {}),
+    ("mixtral", 0, {}),
+    ("olmoe", 0, {}),
+    ("granitemoe", 0, {}),
+    ("granitemoe", 1, {}),
+    ("ernie4_5_moe", 0, {}),
+    ("hunyuan_v1_moe", 0, {}),
+    ("hunyuan_v1_moe", 1, {}),
+    ("glm4_moe", 0, {"num_nextn_predict_layers": 0}),
+    ("glm4_moe", 1, {"num_nextn_predict_layers": 0}),
+    ("dots1", 1, {}),
+    ("minimax_m2", 0, {}),
+    ("gpt_oss", 0, {}),
+    ("llama4_text", 0, LLAMA4),
+    ("llama4_text", 1, {**LLAMA4, **_MAVERICK}),
+]
+"""Families with experts, numbers of their options, and the values that llama.cpp takes to be every model's."""
 
 
 def write_family_gguf(
@@ -40,10 +61,11 @@ def write_family_gguf(
     of_experts: GGMLQuantizationType | None = None,
     gating: int | None = None,
     others: Mapping[str, int] | None = None,
+    num_tokens: int = 0,
 ) -> None:
-    """In float32, with a tokenizer of a few tokens. fuses_heads: queries, keys and values are one tensor. of_experts:
-    type of the matrices of experts. gating: expert_gating_func; None: as llama.cpp's conversion writes it. others:
-    further metadata, without the architecture."""
+    """In float32, with a tokenizer of a few tokens, or of num_tokens. fuses_heads: queries, keys and values are one
+    tensor. of_experts: type of the matrices of experts. gating: expert_gating_func; None: as llama.cpp's conversion
+    writes it. others: further metadata, without the architecture."""
     config = model.config
     family, num_layers = config.model_type, config.num_hidden_layers
     architecture = _ARCHITECTURES.get(family) or MODEL_ARCH[family.upper()]
@@ -55,7 +77,11 @@ def write_family_gguf(
     _add_rotary(writer, config, head_dim)
     for key, number in (others or {}).items():
         writer.add_uint32(f"{writer.arch}.{key}", number)
-    for key, value in byte_tokenizer().items():
+    tokenizer = byte_tokenizer()
+    more = range(len(tokenizer["tokenizer.ggml.tokens"]), num_tokens)
+    tokenizer["tokenizer.ggml.tokens"] += [f"<{number}>" for number in more]
+    tokenizer["tokenizer.ggml.token_type"] += [1 for _ in more]
+    for key, value in tokenizer.items():
         if isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, int):
