@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.checkpoint.helpers.gguf_families import write_family_gguf
+from tests.checkpoint.helpers.gguf_files import VOCAB, random_weights, write_gguf
 from tests.checkpoint.helpers.quantised_models import change_quantization
 from tests.checkpoint.helpers.quantised_weights import Format, quantise
+from tests.model.by_transformers.helpers import next_token
 from tests.model.by_transformers.helpers.every_class import load_class
 from tests.model.by_transformers.helpers.next_token import assert_next_token
 from tests.model.by_transformers.helpers.tiny_classes import save_tiny_model, tiny_config
+from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 
 FORMATS = [
     Format("awq", group_size=64),
@@ -57,3 +62,26 @@ def test_quantised_weights_are_what_they_mean(family: str, how: Format, tmp_path
         assert bool(model.block_types) is (keeps_blocks and not how.has_order)
         assert_next_token(model, info, oracle)
     assert "quantization_config" in json.loads((tmp_path / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+def test_blocks_of_a_gguf_file_are_multiplied_as_they_are(
+    family: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for experts, which the kernels take as plain numbers."""
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+    if family == "mixtral":
+        write_family_gguf(path, save_tiny_model(tmp_path / "saved", tiny_config(family)), of_experts=kind)
+    else:
+        write_gguf(path, family, random_weights(family, True), kind)
+        monkeypatch.setattr(next_token, "PROMPT", next_token.PROMPT % VOCAB)
+    directory = resolve_checkpoint(str(path), impl="transformers").directory
+    oracle = AutoModelForCausalLM.from_pretrained(
+        with_safetensors(directory), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    for keeps_blocks in (True, False):
+        model, info = load_class(directory, keeps_blocks=keeps_blocks)
+        assert model.block_types == ([kind.name] if keeps_blocks and family != "mixtral" else [])
+        assert_next_token(model, info, oracle)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AttentionInterface, Gemma2Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2RotaryEmbedding
 
@@ -79,6 +80,31 @@ def test_an_unknown_option_is_refused_by_name(gemma: Path, monkeypatch: pytest.M
 def test_two_calls_of_one_layer_are_refused(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_call(monkeypatch, lambda *args, **options: (_CALL(*args, **options), _CALL(*args, **options))[1])
     with pytest.raises(probe.Unfit, match=r"^Gemma2Attention calls attention twice$"):
+        facts(gemma)
+
+
+NEITHER = "that is neither causal nor a window"
+
+
+@pytest.mark.parametrize(
+    ("sees", "words"),
+    [
+        (lambda _batch, _head, query, key: (key <= query) & (key % 3 == query % 3), NEITHER),
+        (lambda _batch, _head, query, key: (key < 1000) | (query - key < 9), NEITHER),
+        (lambda _batch, _head, query, key: key // 64 == query // 64, NEITHER),
+        (lambda _batch, _head, query, key: (key <= query) & torch.ones((), device="meta"), "that cannot be computed"),
+        (None, "that is not known"),
+    ],
+)
+def test_masks_that_are_neither_causal_nor_windows_are_refused(
+    sees: Any, words: str, gemma: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, None]:
+        mask.sees = sees
+        return _CALL(module, query, key, value, mask, **options)
+
+    with_call(monkeypatch, call)
+    with pytest.raises(probe.Unfit, match=rf"^Gemma2Attention gives attention a mask {words}"):
         facts(gemma)
 
 
