@@ -1,8 +1,13 @@
 """Rows with adapters, in batches with any others, against the models that PEFT merges them into."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.checkpoint.helpers.gguf_files import VOCAB
@@ -13,9 +18,11 @@ from tests.model.helpers.greedy_decoding import load, oracle_greedy
 from tests.model.helpers.quantised_models import quantised
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.checkpoint.adapters import read_adapter
+from tokasaurus.model.decoder import layers
 from tokasaurus.model.decoder.adapters import ModelAdapters
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.warmup import ForwardLimits, warm_up_small
 
 
@@ -76,6 +83,47 @@ def test_prefix_groups_of_rows_with_adapters(tmp_path: Path, backend: str) -> No
     expected = [oracle_greedy(oracle, prompt, 9)[0] for oracle in oracles]
     assert texts == {1: expected[1], 2: expected[1], 3: expected[0], 4: expected[0]}
     assert expected[0] != expected[1]
+
+
+def test_ranks_embed_and_score_with_their_shares_of_the_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row with another adapter that changes embeddings or logits, as PEFT's merged models do."""
+    oracles = make_oracles(tmp_path, "llama")
+    numbers, token_ids = np.array([0, 3, 1, 2, 3], np.int32), torch.tensor([5, 200, VOCAB_SIZE - 1, 7, 9])
+    of_rows = [oracles[number + 3 if number else 0] for number in numbers.tolist()]
+    partials: dict[int, Tensor] = {}
+    barrier = threading.Barrier(2)
+
+    def summed(partial: Tensor, mesh: Mesh) -> Tensor:
+        partials[mesh.tp_rank] = partial
+        barrier.wait(timeout=60)
+        return partials[0] + partials[1]
+
+    monkeypatch.setattr(layers, "sum_over_shards", summed)
+
+    @torch.inference_mode()
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        model, _ = load(tmp_path, Mesh.of_worker(rank, pp_size=1, tp_size=2))
+        adapters = ModelAdapters(model, 3)
+        for number in (1, 2, 3):
+            adapter = read_adapter(tmp_path / f"adapter{number + 3}")
+            adapters.load(adapter.digest, adapters.share(adapter))
+            adapters.place(number, adapter.digest)
+        adapters.set_rows(numbers)
+        return model.embed(token_ids), model.logits(hidden)
+
+    hidden = torch.randn(len(numbers), oracles[0].config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with ThreadPoolExecutor(2) as pool:
+        (embedded, first), (again, second) = pool.map(run, range(2))
+    logits = torch.cat((first, second), dim=1)
+    for row, oracle in enumerate(of_rows):
+        with torch.no_grad():
+            torch.testing.assert_close(embedded[row], oracle.get_input_embeddings()(token_ids[row]))
+            torch.testing.assert_close(
+                logits[row], oracle.lm_head(oracle.model.norm(hidden[row])), atol=1e-5, rtol=1e-5
+            )
+    assert torch.equal(embedded, again)
 
 
 def test_a_quantised_model_has_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,8 +93,9 @@ def padded_rank(max_rank: int) -> int:
 RING_SIZE = 3
 """Buffers in turn: the running step reads one, the step queued after it another, while the host fills the third."""
 
-_BYTES_PER_TOKEN = 80
-"""Its id, position and kv index, the row and the target of its prompt logprob, and its place in attention's lists."""
+_BYTES_PER_TOKEN = 88
+"""Its id, position and kv index, the row and the target of its prompt logprob, its place in attention's lists, and its
+place among rows sorted by adapter."""
 
 _BYTES_PER_ROW = 256 + SAMPLING_DTYPE.itemsize
 """Its slot, first opened and then run, its noise, its place in each list of rows with a feature, its new blocks and the

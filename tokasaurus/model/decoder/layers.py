@@ -172,7 +172,7 @@ class Linear(nn.Module):
     def use_adapters(self, row_adapters: RowAdapters, parts: Sequence[tuple[int, int]] = ()) -> None:
         """From now on, adapters may add to the outputs. row_adapters: says of which rows. parts: of the weight, as in
         LowRankSlots, if Triton kernels are to add. Call after `pack`."""
-        self._row_adapters = row_adapters
+        self._row_adapters, self._low_rank_slots = row_adapters, None
         if row_adapters.tiled is not None and parts:
             self._low_rank_slots = LowRankSlots(row_adapters.tiled, parts, self.weight.data)
         if self.packed_whole is not None:

@@ -30,7 +30,7 @@ from tokasaurus.model import triton_choice
 from tokasaurus.model.attention import block_lists, torch_backend, triton_kernels
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.decoder import triton_layers
+from tokasaurus.model.decoder import adapters, triton_layers, triton_low_rank
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution import device_batch, executors, triton_inputs
 from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor
@@ -41,7 +41,7 @@ from tokasaurus.model.worker.self_check import Checks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 uses_triton = triton_choice.uses_triton
-GROUPS: tuple[triton_choice.KernelGroup, ...] = ("attention", "sampling", "layers", "steps")
+GROUPS: tuple[triton_choice.KernelGroup, ...] = ("attention", "sampling", "layers", "steps", "adapters")
 
 Kernel = Callable[..., Any]
 
@@ -65,7 +65,8 @@ def on_pretended_cuda(*off: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(triton_choice, "_switched_off", set(off)))
-        for module in (triton_choice, kernel_checks, torch_backend, block_lists, sample, executors, device_batch):
+        used = kernel_checks, torch_backend, block_lists, sample, executors, device_batch, adapters
+        for module in (triton_choice, *used):
             stack.enter_context(patch.object(module, "uses_triton", uses))
         yield
 
@@ -90,8 +91,10 @@ def check(
 def check_as_a_start(shape: KVShape, model: Decoder, checks: Checks) -> None:
     backend = attention_choice.choose_backend(ServerConfig.parse([]), shape, None, 0, checks)
     limits = SimpleNamespace(context_length=64)
+    config, info = ServerConfig.parse(["max_loras=2"]), SimpleNamespace(is_native=True)
     start: Any = SimpleNamespace(
-        model=model, shape=shape, backend=backend, mesh=Mesh(), limits=limits, device=shape.device, checks=checks
+        **{"model": model, "decoder": model, "shape": shape, "backend": backend, "mesh": Mesh(), "limits": limits},
+        **{"device": shape.device, "checks": checks, "config": config, "info": info},
     )
     kernel_checks.check_triton(start)
 
@@ -132,6 +135,8 @@ def use_every_group(model: Decoder) -> set[str]:
     assert isinstance(executor, (FusedExecutor, ModuleExecutor))
     if isinstance(executor, FusedExecutor):
         used.add("layers")
+    if adapters.ModelAdapters(model, 1, max_rank=4, max_tokens=8).in_graphs:
+        used.add("adapters")
     return used
 
 
@@ -140,6 +145,7 @@ OF_GROUP = {
     "sampling": {"draw"},
     "layers": {"layers"},
     "steps": {"fill_inputs"},
+    "adapters": {"adapters"},
 }
 
 
@@ -190,11 +196,21 @@ def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kerne
     def finish_elsewhere(*arguments: Any) -> Any:
         return original_finish(*arguments[:-1], arguments[-1].clone())
 
+    def add_nothing(*_: Tensor) -> None:
+        pass
+
+    def add_first_tile(out: Tensor, x: Tensor, order: Tensor, tiles: Tensor, *others: Tensor) -> None:
+        original_add(out, x, order, tiles * (torch.arange(len(tiles)) < 3), *others)
+
+    def add_first_part(*arguments: Tensor) -> None:
+        original_add(*arguments[:-1], arguments[-1][:1])
+
+    original_add: Any = triton_low_rank.add_low_rank
     original_finish: Any = triton_sample.finish
     original_inputs: Any = triton_inputs.fill_inputs
     original_write, original_fill = triton_kernels.write_kv, triton_kernels.fill_lists
     original_merge = triton_kernels.merge_partial
-    attention, sampling, layers, steps = GROUPS
+    attention, sampling, layers, steps, low_rank = GROUPS
     for name in ("write_kv", "merge_partial", "count_sinks", "fill_lists"):
         yield attention, triton_kernels, name, raises
     yield attention, triton_kernels, "count_sinks", lambda output, *_: output.mul_(0.9)
@@ -238,6 +254,8 @@ def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kerne
     yield steps, triton_inputs, "fill_inputs", raises
     yield steps, triton_inputs, "fill_inputs", without_lists
     yield steps, triton_inputs, "fill_inputs", fill_other_tokens
+    for wrong_add in (raises, add_nothing, add_first_tile, add_first_part):
+        yield low_rank, triton_low_rank, "add_low_rank", wrong_add
 
 
 original_draw = triton_sample.draw
@@ -245,7 +263,7 @@ original_draw = triton_sample.draw
 
 IN_A_START = {
     *(("write_kv", "write_double"), ("merge_partial", "merge_elsewhere"), ("write_kv", "raises")),
-    *(("draw", "raises"), ("add_norm", "raises"), ("silu_mul", "<lambda>")),
+    *(("draw", "raises"), ("add_norm", "raises"), ("silu_mul", "<lambda>"), ("add_low_rank", "add_nothing")),
 }
 """Names of kernels, and of what is in their place."""
 
@@ -255,7 +273,7 @@ def check_is_found(
 ) -> None:
     """With `wrong` in a kernel's place, its group alone is switched off, with one line, and then not used. Of each
     kernel that takes part in what a start checks, the start finds one fault too; it takes long in the interpreter."""
-    off = {"sampling"} - {group}
+    off = {"sampling", "adapters"} - {group}
     is_in_start = (kernel_name, wrong.__name__) in IN_A_START
     for run in (kernel_checks.check_each_kernel, check_as_a_start)[: 1 + is_in_start]:
         check_is_found_by(run, off, model, shape, group, module, kernel_name, wrong)
@@ -292,7 +310,7 @@ def main() -> None:
             heads = info.num_heads, info.num_kv_heads, info.head_dim
             for dtype, page_size in ((torch.float32, 16), (torch.float16, 1), (torch.bfloat16, 256)):
                 shape = KVShape(info.num_layers, *heads, page_size, dtype, CPU, activation_dtype=torch.float32)
-                off = set() if dtype == torch.float32 else {"sampling"}  # slow, and the same for every cache
+                off = set() if dtype == torch.float32 else {"sampling", "adapters"}  # slow, and alike
                 with on_pretended_cuda(*off):
                     assert (lines := check(model, shape)) == [], lines
                     assert left() == {*GROUPS} - off
@@ -319,9 +337,9 @@ def main() -> None:
 
         with on_pretended_cuda():
             lines = check(model, shape, all_agree=disagree)
-            assert answers == [True] * 4
+            assert answers == [True] * len(GROUPS)
             assert all("it fails on another rank" in line for line in lines)
-            assert len(lines) == 4
+            assert len(lines) == len(GROUPS)
             assert left() == set()
             assert check(model, shape) == [], "what is off is not checked again"
     print("all found")

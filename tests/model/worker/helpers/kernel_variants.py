@@ -32,6 +32,8 @@ from tests.model.helpers.sampling_rows import make_masks
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.model import buffer_sizes
 from tokasaurus.model.attention import torch_backend
+from tokasaurus.model.decoder import adapters, triton_low_rank
+from tokasaurus.model.decoder.adapters import ModelAdapters
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel import collectives
 from tokasaurus.model.parallel.mesh import Mesh
@@ -39,11 +41,13 @@ from tokasaurus.model.sampling import sample
 from tokasaurus.model.worker import warmup
 
 PAGE_SIZE = 16
-LIMITS = warmup.ForwardLimits(max_tokens=32, max_seqs=6, context_length=128, vocab_size=VOCAB_SIZE)
+LIMITS = warmup.ForwardLimits(max_tokens=32, max_seqs=6, context_length=128, vocab_size=VOCAB_SIZE, has_adapters=True)
 RULED_ROWS_AT_ONCE = 3
 """So few that steps need several calls."""
 
-Variant = tuple[object, ...]
+TILE_KERNELS = "_shrink_tile", "_expand_tile"
+
+Variant = tuple[Any, ...]
 
 
 class Launches:
@@ -78,7 +82,7 @@ def run_steps(runner: ModelRunner) -> None:
         share = rng.choice([0.0, 0.4, 1.0])  # of slots with an option
         num_slots = int(rng.integers(1, 9))
         for slot in range(1, num_slots + 1):
-            options: dict[str, Any] = {"temperature": float(rng.choice([0.0, 1.0]))}
+            options: dict[str, Any] = {"temperature": float(rng.choice([0.0, 1.0])), "adapter": slot % 3}
             if rng.random() < share:
                 biases = ((7, 3.0, ALWAYS),) * int(rng.integers(0, 3))
                 options |= {"rules": make_rules({slot: Rule(2, biases=biases)}), "presence_penalty": 0.5}
@@ -133,16 +137,25 @@ def missing_variants(mesh: Mesh) -> list[Variant]:
         unittest.mock.patch.object(steps, "load_kernels", return_value=None),
         unittest.mock.patch.object(sample, "uses_triton", return_value=True),
         unittest.mock.patch.object(torch_backend, "uses_triton", return_value=True),
+        unittest.mock.patch.object(adapters, "uses_triton", return_value=True),
+        unittest.mock.patch.object(triton_low_rank, "_FEW_ROWS", LIMITS.max_tokens // 2),
         # Others are slow in the interpreter, and have no variants of their own. With any, ranks sample whole rows.
         unittest.mock.patch.object(warmup, "LIMITS", ("min_p",)),
         unittest.mock.patch.object(buffer_sizes, "_SCRATCH_BYTES", 8 * VOCAB_SIZE * RULED_ROWS_AT_ONCE),
     ):
-        runner = make_runner(model, info, "torch", PAGE_SIZE, transfers=HostTransfers(), mesh=mesh)
+        own = ModelAdapters(model, 2, max_rank=16, max_tokens=LIMITS.max_tokens)
+        own.load("random", own.random_share(4))
+        own.place(2, "random")
+        runner = make_runner(model, info, "torch", PAGE_SIZE, transfers=HostTransfers(), mesh=mesh, adapters=own)
         warmup.warm_up(runner, LIMITS, PAGE_SIZE, is_context_costly=True)
         known = set(launches.variants)
         launches.variants.clear()
         run_steps(runner)
     counts = collections.Counter(name for name, *_ in launches.variants)
+    tiles = {(name, dict(constants)["ROWS"]) for name, _, constants in launches.variants if name in TILE_KERNELS}
+    assert tiles == {(name, rows) for name in TILE_KERNELS for rows in (16, 64)}, "of few rows and of many"
+    for name in TILE_KERNELS:
+        del counts[name]
     for name in ("_find_least", "_draw_part"):
         # Ranks sample rows without any option from their part of the vocabulary.
         num_variants = counts.pop(name)
