@@ -307,7 +307,13 @@ def test_an_adapter_given_as_new_weights_is_what_later_requests_for_the_model_ge
         control = client.control
         call = asyncio.ensure_future(client.generate([make_request("a", [1])]))
         await until(engine, lambda engine: bool(engine.requests))
-        assert await update(client, files(1), mode) == control.weight_version == "1"
+        updating = asyncio.ensure_future(update(client, files(1), mode))
+        if mode == "wait":
+            await until(engine, lambda engine: bool(has(engine)))
+            await asyncio.sleep(0.02)
+            assert not updating.done()
+            call.cancel()
+        assert await updating == control.weight_version == "1"
         assert not any(isinstance(command, Pause | UpdateWeights) for command in engine.commands)
         assert control.adapters.of_base is not None
         assert control.adapters.of_base.digest == digest_of(files(1))
@@ -315,7 +321,7 @@ def test_an_adapter_given_as_new_weights_is_what_later_requests_for_the_model_ge
             ((aborted,),) = await call
             assert aborted.finish_reason == "abort"
         else:
-            assert not call.done()
+            assert call.done() == (mode == "wait")
             call.cancel()
             await asyncio.wait([call])
         assert await update(client, files(2)) == "2"
@@ -326,6 +332,41 @@ def test_an_adapter_given_as_new_weights_is_what_later_requests_for_the_model_ge
         assert await update(client, "/weights") == control.weight_version == "named.1"
         assert control.adapters.of_base is None
         await until(engine, lambda engine: has(engine) == set())
+
+    engine = engine_with_adapters(script=never)
+    run_with([engine], use, predecessors=keeping(tmp_path / "own"))
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_requests_that_run_with_an_adapter_whose_name_another_gets(tmp_path: Path, files: Files, mode: str) -> None:
+    """Those by another name of the same content, and those of the model, go on."""
+
+    async def use(client: EngineClient) -> None:
+        before, same = await load(client, "sql", files(1)), await load(client, "same", files(1))
+        requests = asking(before, "a"), asking(same, "b"), make_request("c", [1])
+        calls = [asyncio.ensure_future(client.generate([request])) for request in requests]
+        await until(engine, lambda engine: len(engine.requests) == len(calls))
+
+        def load_again(seed: int) -> asyncio.Future[None]:
+            places = {"replaces": True, "mode": mode, "param": "lora_path"}
+            return asyncio.ensure_future(client.control.load_adapter("sql", str(files(seed)), **places))  # type: ignore[arg-type]
+
+        await load_again(1)
+        assert not any(call.done() for call in calls), "it is the same adapter"
+        loading = load_again(2)
+        if mode == "wait":
+            await until(engine, lambda engine: len(has(engine)) == 2)
+            await asyncio.sleep(0.02)
+            assert not loading.done()
+            calls[0].cancel()
+        await loading
+        if mode == "abort":
+            ((aborted,),) = await calls[0]
+            assert aborted.finish_reason == "abort"
+        assert [call.done() for call in calls] == [mode != "keep", False, False]
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
 
     engine = engine_with_adapters(script=never)
     run_with([engine], use, predecessors=keeping(tmp_path / "own"))

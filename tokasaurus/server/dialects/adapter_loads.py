@@ -12,6 +12,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from tokasaurus.server.engine_client.adapters import AdapterFiles
+from tokasaurus.server.engine_client.control import PauseMode
 from tokasaurus.server.errors import InvalidRequest, NotFound, Unsupported
 from tokasaurus.server.json_body import JsonBodyRoute
 from tokasaurus.server.openapi import BODY_ERRORS, answers, error_responses
@@ -25,11 +26,13 @@ _HEADER_BYTES = 8
 
 class LoadLora(StrictObject):
     """lora_name: what requests will give as their model. lora_path: a directory on the server's machine with
-    adapter_config.json and adapter_model.safetensors. load_inplace: another adapter may have the name."""
+    adapter_config.json and adapter_model.safetensors. load_inplace: another adapter may have the name. mode: what
+    becomes of requests that run with it, as for /pause."""
 
     lora_name: VersionName
     lora_path: Text
     load_inplace: Annotated[bool, NullMeans(False)] = False
+    mode: Annotated[PauseMode, NullMeans("keep")] = "keep"
 
 
 class UnloadLora(StrictObject):
@@ -96,7 +99,8 @@ _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"sche
 async def load_lora(request: Request, body: LoadLora) -> Response:
     """Load an adapter on every replica, or on none; 404 if a file is missing. /skyrl/v1/load_lora_adapter is always in
     place."""
-    await _load(ready_state_of(request), body.lora_name, body.lora_path, "lora_path", replaces=body.load_inplace)
+    state, mode = ready_state_of(request), body.mode
+    await _load(state, body.lora_name, body.lora_path, "lora_path", replaces=body.load_inplace, mode=mode)
     return PlainTextResponse(f"Success: the adapter {body.lora_name!r} is loaded.")
 
 
@@ -106,7 +110,7 @@ async def load_lora(request: Request, body: LoadLora) -> Response:
 )
 async def load_lora_in_place(request: Request, body: LoadLora) -> Response:
     """As /v1/load_lora_adapter, always with load_inplace."""
-    await _load(ready_state_of(request), body.lora_name, body.lora_path, "lora_path")
+    await _load(ready_state_of(request), body.lora_name, body.lora_path, "lora_path", mode=body.mode)
     return PlainTextResponse(f"Success: the adapter {body.lora_name!r} is loaded.")
 
 
@@ -151,12 +155,18 @@ async def unload_lora_adapter(request: Request, body: UnloadLora) -> Response:
 
 
 async def _load(
-    state: ServerState, name: str, source: str | AdapterFiles, param: str, *, replaces: bool = True
+    state: ServerState,
+    name: str,
+    source: str | AdapterFiles,
+    param: str,
+    *,
+    replaces: bool = True,
+    mode: PauseMode = "keep",
 ) -> None:
     """Raises InvalidRequest and EngineDied, if nothing has changed."""
     if state.model.is_own(name):
         raise InvalidRequest(f"lora_name: {name!r} is a name of the model itself", "lora_name")
-    await state.engine.control.adapters.load(name, source, replaces=replaces, param=param)
+    await state.engine.control.load_adapter(name, source, replaces=replaces, mode=mode, param=param)
 
 
 def _unload(state: ServerState, name: str) -> None:

@@ -655,6 +655,10 @@ class EngineClient:
         """Submit what waits, unless the engine is paused."""
         self._in_parts(iter(self.unsent), self._submit_again)
 
+    def has(self, is_meant: Callable[[GenerateRequest], bool]) -> bool:
+        """Whether such a request is unfinished, on a replica or not."""
+        return any(one.num_unfinished > 0 and is_meant(one.request) for one in self._pending.values())
+
     async def abort(self, is_meant: Callable[[GenerateRequest], bool], only_waiting: bool = False) -> None:
         """End requests by "abort" with the tokens that they have; all others go on. Also while the engine is paused.
         only_waiting: requests of which a sequence runs go on, too."""

@@ -25,7 +25,13 @@ from tokasaurus.messages.commands import (
 )
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.status import FlagRefused, Predecessors, Ready, UserError, first_line
-from tokasaurus.server.engine_client.adapters import AdapterRefused, Adapters, adapter_named_by, is_only_an_adapter
+from tokasaurus.server.engine_client.adapters import (
+    AdapterFiles,
+    AdapterRefused,
+    Adapters,
+    adapter_named_by,
+    is_only_an_adapter,
+)
 from tokasaurus.server.engine_client.commands import CommandRefused, Commands, ReplicaLost
 from tokasaurus.server.engine_client.pending import PendingRequest
 from tokasaurus.server.engine_client.replicas import Replica
@@ -89,6 +95,9 @@ class Requests(Protocol):
 
     def go_on_with(self, replica: Replica) -> None:
         """The replica is ready, with the weights of the others."""
+
+    def has(self, is_meant: Callable[[GenerateRequest], bool]) -> bool:
+        """Whether such a request is unfinished."""
 
     async def abort(self, is_meant: Callable[[GenerateRequest], bool], only_waiting: bool = False) -> None:
         """End requests by "abort" with the tokens that they have."""
@@ -354,8 +363,8 @@ class EngineControl:
         version: a name for the weights; None is that of the started update, or counts on from the last number. Returns
         it. param: the body's field with the directory. Raises InvalidRequest if nothing was changed, and EngineDied.
 
-        An adapter in place of weights is what later requests for the model get, until the next update; what runs is
-        ended by "abort", or goes on as it is."""
+        An adapter in place of weights is what later requests for the model get, until the next update; what runs goes
+        on as it is, unless it is ended by "abort"."""
         if version is None and self.held.started_update is not None:
             version = self.held.started_update.version
         if await asyncio.to_thread(is_only_an_adapter, directory):
@@ -409,11 +418,29 @@ class EngineControl:
             return next_version(self.weight_version) if version is None else version
 
         before = self.adapters.of_base
-        of_model = "" if before is None else before.digest
         adapter = await self.adapters.load(BASE_NAME, directory, replaces=True, version=name, param=param)
-        if mode == "abort":  # what runs with the model as it was before, but no adapter that was asked for by name
-            await self._requests.abort(lambda request: request.adapter == of_model and not adapter_named_by(request))
+        await self._let_end("" if before is None else before.digest, BASE_NAME, mode)
         return adapter.version
+
+    async def load_adapter(
+        self, name: str, source: str | AdapterFiles, *, replaces: bool, mode: PauseMode, param: str
+    ) -> None:
+        """As Adapters.load. mode: what becomes of requests that run with another adapter that had the name."""
+        before = self.adapters.find(name)
+        adapter = await self.adapters.load(name, source, replaces=replaces, param=param)
+        if before is not None and before.digest != adapter.digest:
+            await self._let_end(before.digest, name, mode)
+
+    async def _let_end(self, digest: str, name: str, mode: PauseMode) -> None:
+        """End the requests that have this adapter by this name, or wait for them, or neither."""
+
+        def are_meant(request: GenerateRequest) -> bool:
+            return request.adapter == digest and adapter_named_by(request) == name
+
+        if mode == "abort":
+            await self._requests.abort(are_meant)
+        while mode == "wait" and not self.is_paused and self._requests.has(are_meant):
+            await self._next_change()
 
     async def _update_all(self, update: UpdateWeights) -> bool:
         """False if every replica was lost. Raises CommandRefused if none has changed anything."""
