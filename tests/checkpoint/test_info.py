@@ -77,6 +77,23 @@ def test_old_and_new_config_formats_are_read_as_transformers_reads_them(
     assert read_model_info(tmp_path) == info_by_transformers(tmp_path)
 
 
+def test_llama_4_scout_is_read_as_it_is_published(tmp_path: Path) -> None:
+    """With factors between which nothing is, and more positions than any other model has."""
+    rope = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    fields = {
+        **{"model_type": "llama4_text", "vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 48},
+        **{"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16},
+        **{"intermediate_size": 8192, "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1},
+        **{"max_position_embeddings": 10485760, "rope_theta": 500000.0, "num_experts_per_tok": 1},
+        "rope_scaling": {**rope, "original_max_position_embeddings": 8192},
+    }
+    write(tmp_path, fields)
+    info = read_model_info(tmp_path)
+    assert info.context_length == 10485760
+    assert info.spec.rotary[0] == RopeInfo(500000.0, "llama3", 16.0, 1.0, 1.0, 8192)
+    assert [layer.attention.chunk for layer in info.spec.layers] == [8192, 8192, 8192, None] * 12
+
+
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
 def test_a_config_saved_by_transformers_is_read_back(tmp_path: Path, config_class: type) -> None:
     config_class(**BASE, eos_token_id=5, dtype="float32").save_pretrained(tmp_path)
