@@ -73,6 +73,23 @@ def training(url: str, output: Path, max_steps: int) -> Any:
     )
 
 
+def trained(model_directory: Path, config: Any, **options: Any) -> Any:
+    """A trainer that has trained the model. options: of AsyncGRPOTrainer, beside those of every training."""
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    with replaced_parts():
+        trainer = AsyncGRPOTrainer(
+            model=str(model_directory),
+            reward_funcs=share_of_even_ids,
+            args=config,
+            train_dataset=Dataset.from_list(QUESTIONS),
+            processing_class=tokenizer,
+            **options,
+        )
+        trainer.train()
+    return trainer
+
+
 @pytest.fixture(scope="module")
 def run(base_url: str, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     url = base_url.removesuffix("/v1")
@@ -85,27 +102,16 @@ def run(base_url: str, model_directory: Path, tmp_path_factory: pytest.TempPathF
         def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
             note_version()
 
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    tokenizer.response_template = RESPONSE_TEMPLATE
     output, weights = tmp_path_factory.mktemp("trl"), tmp_path_factory.mktemp("weights")
     config = training(url, output, max_steps=NUM_UPDATES)
+    transfer = FileWeightTransfer(url, str(weights), max_file_bytes=1 << 17)  # several files
     note_version()
-    with replaced_parts():
-        trainer = AsyncGRPOTrainer(
-            model=str(model_directory),
-            reward_funcs=share_of_even_ids,
-            args=config,
-            train_dataset=Dataset.from_list(QUESTIONS),
-            processing_class=tokenizer,
-            callbacks=[Noting()],
-            weight_transfer=FileWeightTransfer(url, str(weights), max_file_bytes=1 << 17),  # several files
-        )
-        trainer.train()
+    trainer = trained(model_directory, config, callbacks=[Noting()], weight_transfer=transfer)
     note_version()
     trainer.save_model(str(output / "trained"))
-    trained = AutoModelForCausalLM.from_pretrained(output / "trained", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(output / "trained", dtype=torch.float32).eval()
     weights_left = [path.name for path in weights.iterdir()]
-    return Run(versions, weights_left, [entry for entry in trainer.state.log_history if "loss" in entry], trained)
+    return Run(versions, weights_left, [entry for entry in trainer.state.log_history if "loss" in entry], model)
 
 
 def test_each_update_gives_the_server_the_next_version(run: Run) -> None:
@@ -204,20 +210,10 @@ def adapter_run(base_url: str, model_directory: Path, tmp_path_factory: pytest.T
     url, output = base_url.removesuffix("/v1"), tmp_path_factory.mktemp("trl-adapter")
     body = json.dumps({"weight_dir": str(model_directory)}).encode()
     urllib.request.urlopen(urllib.request.Request(f"{url}/update_weights", body), timeout=60).close()
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    tokenizer.response_template = RESPONSE_TEMPLATE
     config = training(url, output, max_steps=NUM_UPDATES)
     config.learning_rate = 3e-2
-    with replaced_parts():
-        trainer = AsyncGRPOTrainer(
-            model=str(model_directory),
-            reward_funcs=share_of_even_ids,
-            args=config,
-            train_dataset=Dataset.from_list(QUESTIONS),
-            processing_class=tokenizer,
-            peft_config=LoraConfig(r=8, target_modules="all-linear", lora_alpha=16),
-        )
-        trainer.train()
+    lora = LoraConfig(r=8, target_modules="all-linear", lora_alpha=16)
+    trainer = trained(model_directory, config, peft_config=lora)
     with urllib.request.urlopen(f"{base_url}/models", timeout=60) as answer:
         listed = [model["id"] for model in json.load(answer)["data"] if model["parent"] is not None]
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
