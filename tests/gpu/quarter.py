@@ -47,6 +47,7 @@ TESTS_OF = {
     "triton_layers": ("triton_layers",),
     "triton_steps": ("triton_kernels", "graphs"),
     "triton_adapters": ("triton_low_rank",),
+    "triton_experts": ("triton_experts",),
     "torch_compile": ("graphs",),
     "use_cudagraphs": ("graphs", "recorded_flashinfer"),
     "symmetric_all_reduce": ("nccl",),

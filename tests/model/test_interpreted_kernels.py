@@ -16,7 +16,7 @@ def test_interpreted_kernels_equal_slow_oracles() -> None:
         "check_parameters",
         "check_logprobs_as_sampled",
         "check_layers",
-        "check_adapters",
+        "check_products",
         "check_recorded_inputs",
         "",
     ]

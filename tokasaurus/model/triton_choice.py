@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-KernelGroup: TypeAlias = Literal["attention", "sampling", "layers", "steps", "adapters"]
+KernelGroup: TypeAlias = Literal["attention", "sampling", "layers", "steps", "adapters", "experts"]
 
 _switched_off: set[KernelGroup] = set()
 

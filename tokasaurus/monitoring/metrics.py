@@ -412,7 +412,7 @@ class EngineCollector(Collector):
             "1 for each feature that a check of the start (toka check) has switched off because it fails or "
             "computes wrongly on this machine: attention_backend=flashinfer, torch_compile, use_cudagraphs, "
             "group_graphs, symmetric_all_reduce, flashinfer_calls, flashinfer_fa3, triton_attention, triton_sampling, "
-            "triton_layers, triton_steps, triton_adapters; the log has the reason.",
+            "triton_layers, triton_steps, triton_adapters, triton_experts; the log has the reason.",
             labels=["replica", "feature"],
         )
         for replica_index, features in enumerate(self._read_switched_off()):

@@ -15,7 +15,8 @@ import torch
 
 from tests.model.attention.helpers import interpreted_attention
 from tests.model.decoder.helpers import interpreted_layers
-from tests.model.decoder.helpers.interpreted_low_rank import check_low_rank
+from tests.model.decoder.helpers.interpreted_experts import check_experts
+from tests.model.decoder.helpers.interpreted_low_rank import check_low_rank, multiply_bfloat16
 from tests.model.decoder.helpers.layer_kernels import LayerKernels
 from tests.model.execution.helpers.input_checks import check_inputs
 from tests.model.helpers import interpreted_sampling
@@ -69,8 +70,11 @@ def check_layers() -> None:
     interpreted_layers.check_layers("qwen3")
 
 
-def check_adapters() -> None:
+def check_products() -> None:
+    """Of adapters and of experts."""
+    multiply_bfloat16()
     check_low_rank("odd sizes")
+    check_experts("odd sizes, experts without rows", "no rows")
 
 
 def check_recorded_inputs() -> None:
@@ -81,7 +85,7 @@ def check_recorded_inputs() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     interpreted_attention.main()
-    parts = check_sampling, check_parameters, check_logprobs_as_sampled, check_layers, check_adapters
+    parts = check_sampling, check_parameters, check_logprobs_as_sampled, check_layers, check_products
     for check in (*parts, check_recorded_inputs):
         check()
         print(check.__name__)

@@ -1,5 +1,6 @@
 """The feed-forward of a layer with experts: the router, the experts' linear layers, and a shared expert."""
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from tokasaurus.model.decoder.quantize import Packing, quantized
 from tokasaurus.model.decoder.weights import WeightShard, return_freed_memory, whole
 from tokasaurus.model.parallel.collectives import sum_over_shards
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.triton_choice import uses_triton
 
 _EXPERTS_PER_RETURN = 16
 """Experts that are quantised before what their intermediate results took is given back, which takes a millisecond."""
@@ -346,11 +348,39 @@ class Experts(nn.Module):
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x [R, in], weight [N, O, in], ends int32 [N] -> [R, O]: rows up to ends[n], from those of n - 1 on, times the
-    weight of n."""
+    weight of n. Rows behind the last end have no meaning."""
+    if x.device.type == "cuda":
+        return (multiply_groups if torch.compiler.is_compiling() else _multiply_groups)(x, weight, ends)
     # Elsewhere, and where torch compiles, it multiplies no other numbers.
     if x.dtype == torch.bfloat16 or (x.device.type == "cpu" and not torch.compiler.is_compiling()):
         return functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return product_by_masks(x, weight, ends)
+
+
+def _multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """As grouped_product, on CUDA."""
+    if not uses_triton(x.device, "experts"):
+        return product_by_masks(x, weight, ends)
+    if x.dtype == torch.bfloat16 and _has_grouped_product(x.device, x.shape[1], weight.shape[1]):
+        return functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    from tokasaurus.model.decoder import triton_experts
+
+    return triton_experts.multiply_groups(x, weight, ends)
+
+
+multiply_groups = torch.library.custom_op("tokasaurus::multiply_groups", _multiply_groups, mutates_args=())
+"""One operation of torch, which a compiler leaves whole."""
+
+
+@multiply_groups.register_fake
+def _with_its_shape(x: Tensor, weight: Tensor, _ends: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+@functools.cache
+def _has_grouped_product(device: torch.device, *sizes: int) -> bool:
+    """Whether torch has a kernel for bfloat16, which reads rows of multiples of 16 bytes. sizes: of rows."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10) and not any(size % 8 for size in sizes)
 
 
 def product_by_masks(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

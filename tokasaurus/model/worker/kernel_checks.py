@@ -27,6 +27,7 @@ from tokasaurus.model.attention.row_split import count_sinks, merge_partial
 from tokasaurus.model.buffer_sizes import num_mask_words
 from tokasaurus.model.cpu.low_rank import LowRankRows
 from tokasaurus.model.decoder.decoder import Decoder, zero_nonfinite
+from tokasaurus.model.decoder.experts import Experts, grouped_product, product_by_masks
 from tokasaurus.model.decoder.row_adapters import LowRankSlots, RowAdapters, TiledRows
 from tokasaurus.model.execution.executors import FusedExecutor, has_fused_layers
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs, SlotState, StagedRows, fill_inputs_by_torch
@@ -76,14 +77,16 @@ _CHECKED_RANK = 64
 
 
 def check_triton(start: Start) -> str:
-    """Check the Triton kernels of sampling, of layers and of adapters. Kernels of attention and of steps are checked on
-    the way."""
+    """Check the Triton kernels of sampling, layers, experts and adapters. Kernels of attention and of steps are checked
+    on the way."""
     model, shape = start.model, start.shape
     own_layers = start.backend, shape, start.mesh, None, 1, start.limits.context_length
     measures: dict[KernelGroup, Measure] = {
         "sampling": partial(compare_sampler, model.vocab_size, model.activation_dtype, shape.device),
         "layers": lambda: measure_layers(FusedExecutor(start.decoder), start.decoder, *own_layers),
     }
+    if start.info.is_native and any(_layers_with_experts(start.decoder)):
+        measures["experts"] = partial(compare_experts, start.decoder)
     if num_adapters(start.config) and start.info.is_native:
         measures["adapters"] = partial(compare_low_rank, start.decoder, max_adapter_rank(start.config))
     if not has_fused_layers(model.spec.layers):
@@ -133,6 +136,7 @@ def measures(shape: KVShape, model: Decoder) -> dict[KernelGroup, Measure]:
         "layers": partial(compare_layers, model),
         "steps": partial(compare_inputs, shape),
         "adapters": partial(compare_low_rank, model, _CHECKED_RANK),
+        "experts": partial(compare_experts, model),
     }
     return {group: measure for group, measure in every.items() if uses_triton(shape.device, group)}
 
@@ -363,6 +367,28 @@ def compare_low_rank(model: Decoder, max_rank: int) -> Iterator[Measured]:
         expected = plain.added(out.clone(), x, adapters)
         slots.add(out, x)
         yield compared(f"adapters of {name}, {num_rows} rows", out, expected, TOLERANCES[weight.dtype])
+
+
+def _layers_with_experts(model: Decoder) -> Iterator[Experts]:
+    return (layer.mlp for layer in model.decoder_layers() if isinstance(layer.mlp, Experts))
+
+
+def compare_experts(model: Decoder) -> Iterator[Measured]:
+    """Products of experts with their own rows, by torch's kernel or ours, in the first layer with experts: few rows,
+    and many, of which one expert has most. Some experts have none, and the last rows no expert."""
+    mlp = next(_layers_with_experts(model), None)
+    for name, linear in () if mlp is None else (("gate and up", mlp.gate_up), ("down", mlp.down)):
+        random, count, dtype = SeededNumbers(model.device), linear.num_experts, linear.weight.dtype
+        weight = linear.weight.data.view(count, linear.num_rows, -1)
+        for num_rows in (7, 33 * count):
+            counts = torch.zeros(count, dtype=torch.int32, device=model.device)
+            counts[[0, -1]] = torch.tensor([num_rows - 5, 3], dtype=torch.int32, device=model.device)
+            ends = counts.cumsum(0, dtype=torch.int32)
+            x = random.normal((num_rows, weight.shape[2]), dtype)
+            found, expected = grouped_product(x, weight, ends), product_by_masks(x, weight, ends)
+            are_there = slice(0, num_rows - 2)
+            what = f"experts' {name}, {num_rows} rows"
+            yield compared(what, found[are_there], expected[are_there], TOLERANCES[dtype])
 
 
 def compare_inputs(shape: KVShape) -> Iterator[Measured]:

@@ -75,6 +75,7 @@ _LOST: dict[KernelGroup, str] = {
     "sampling": "tokens are drawn by plain torch, which sorts the vocabulary for limits and is not in CUDA graphs",
     "layers": "layers take over 25 launches instead of eight, unless torch_compile=T compiles them",
     "steps": "a recorded decode step takes up to twenty launches beside its graphs instead of one",
+    "experts": "each expert multiplies all rows",
     "adapters": "steps with adapters are in no graphs, and each layer takes several launches for each adapter",
 }
 

@@ -45,5 +45,6 @@ def check_low_rank(*names: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    multiply_bfloat16()
     check_low_rank()
     print("all equal")
