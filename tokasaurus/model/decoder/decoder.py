@@ -519,15 +519,22 @@ def _yarn_ramp(rope: RopeInfo, head_dim: int) -> Tensor:
     return ramp.clamp(0, 1)
 
 
+_POSITIONS_AT_ONCE = 1 << 16
+"""For which cosines and sines are made together: intermediate results take more memory than these."""
+
+
 class RotaryTable:
     """Cosines and sines of every position; looked up once per forward for all layers."""
 
     def __init__(self, spec: ModelSpec, head_dim: int, num_positions: int, device: torch.device) -> None:
-        tables = [_table(rope, head_dim, num_positions) for rope in spec.rotary]
-        if len(tables) < spec.num_rotary_tables:
-            ones = torch.ones(num_positions, head_dim // 2)
-            tables.append(torch.cat((ones, torch.zeros_like(ones)), dim=-1))
-        self.cos_sin = (tables[0] if len(tables) == 1 else torch.cat(tables, dim=-1)).to(device)
+        tables = torch.empty(num_positions, spec.num_rotary_tables, head_dim)
+        tables[:, len(spec.rotary) :, : head_dim // 2], tables[:, len(spec.rotary) :, head_dim // 2 :] = 1, 0
+        frequencies = [inverse_frequencies(rope, rope.num_rotated(head_dim), num_positions) for rope in spec.rotary]
+        for start in range(0, num_positions, _POSITIONS_AT_ONCE):
+            part = tables[start : start + _POSITIONS_AT_ONCE]
+            for index, rope in enumerate(spec.rotary):
+                part[:, index] = _rows(rope, head_dim, frequencies[index], torch.arange(start, start + len(part)))
+        self.cos_sin = tables.flatten(1).to(device)
         """float32 [num_positions, tables * D]: of each table D / 2 cosines, then D / 2 sines."""
         self._head_dim = head_dim
 
@@ -536,16 +543,14 @@ class RotaryTable:
         return self.cos_sin[positions].view(len(positions), -1, self._head_dim)
 
 
-def _table(rope: RopeInfo, head_dim: int, num_positions: int) -> Tensor:
-    """float32 [num_positions, D]. Channels that stay have the angle 0."""
-    num_rotated = rope.num_rotated(head_dim)
-    frequencies = inverse_frequencies(rope, num_rotated, num_positions)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    ones = torch.ones(num_positions, (head_dim - num_rotated) // 2)
+def _rows(rope: RopeInfo, head_dim: int, frequencies: Tensor, positions: Tensor) -> Tensor:
+    """frequencies [rotated channels / 2], positions [n] -> float32 [n, D]. Channels that stay have the angle 0."""
+    angles = torch.outer(positions.float(), frequencies)
+    ones = torch.ones(len(positions), head_dim // 2 - len(frequencies))
     factor: float | Tensor = rope.attention_factor
     if rope.position_scale:
-        positions = torch.arange(num_positions).unsqueeze(1) + rope.position_offset
-        factor = factor * (1 + rope.position_scale * (1 + positions // rope.original_context_length).log())
+        turns = (positions.unsqueeze(1) + rope.position_offset) // rope.original_context_length
+        factor = factor * (1 + rope.position_scale * (1 + turns).log())
     return torch.cat((angles.cos() * factor, ones, angles.sin() * factor, torch.zeros_like(ones)), dim=-1)
 
 
