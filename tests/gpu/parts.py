@@ -43,7 +43,7 @@ PARTS: dict[str, Part] = {
             120,
             "Triton kernels of adapters against float64; graphs with adapters against launches",
         ),
-        _file("triton_experts", 60, "products of experts against float64, and recorded"),
+        _file("triton_experts", 60, "Triton kernels of experts against float64 and plain torch, and recorded"),
         _file("triton_sample", 120, "the Triton sampler at the size of Llama 3's vocabulary against the C++ kernels"),
         _file("sampling", 60, "torch sampling against the CPU"),
         _file("graphs", 120, "CUDA graphs, eager and compiled, against eager steps"),

@@ -1,4 +1,4 @@
-"""Products of experts with their own rows on a CUDA device: the Triton kernel against float64, and what is used."""
+"""The Triton kernels of experts on a CUDA device against float64 and plain torch, and recorded."""
 
 import pytest
 import torch
@@ -22,6 +22,15 @@ def test_the_kernel_equals_float64(dtype: torch.dtype) -> None:
 
     for case in (*CASES.values(), *LARGE.values()):
         check(case, dtype, CUDA, TOLERANCES[dtype])
+
+
+def test_choices_and_sorted_rows_equal_plain_torch() -> None:
+    from tests.model.decoder.helpers.expert_cases import ROUTERS, check_choice, check_sort
+
+    for spec in ROUTERS:
+        check_choice(spec, CUDA)
+    for num_rows, num_experts in ((0, 3), (1, 1), (2500, 5), (65_536, 128)):
+        check_sort(num_rows, num_experts, CUDA)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -1,4 +1,4 @@
-"""The Triton kernel of experts without a GPU: interpreted against float64 and transformers, and compiled for GPUs."""
+"""The Triton kernels of experts without a GPU: interpreted against float64 and transformers, and compiled for GPUs."""
 
 import pytest
 
@@ -6,6 +6,9 @@ from tests.helpers.installed_triton import compile_for_gpus, needs_interpreter, 
 
 pytestmark = [pytest.mark.cuda_path, pytest.mark.long]
 
+ROUTER = {"NUM_EXPERTS": 96, "EXPERTS": 128, "NUM_CHOSEN": 6, "CHOSEN": 8}
+OF_ROUTER = dict.fromkeys(("logits", "choice_bias", "weights", "scale", "min_sum"), "*fp32") | {"chosen": "*i64"}
+OF_ROUTER |= dict.fromkeys(("scale", "min_sum"), "fp32")
 SIZES = {"NUM_EXPERTS": 96, "EXPERTS": 128, "NUM_INPUTS": 2048, "NUM_OUTPUTS": 1536, "COLUMNS": 128}
 KERNELS: dict[str, tuple[str, dict[str, object], dict[str, str]]] = {
     f"{dtype}, tiles of {rows}": (
@@ -16,6 +19,17 @@ KERNELS: dict[str, tuple[str, dict[str, object], dict[str, str]]] = {
     for dtype in ("bf16", "fp16", "fp32")
     for rows in (16, 64)
 }
+KERNELS |= {
+    scores: ("_choose_row", ROUTER | {"SCORES": scores, "HAS_BIAS": has_bias, "NORMALIZES": normalizes}, OF_ROUTER)
+    for scores, has_bias, normalizes in (
+        *(("softmax", False, True), ("sigmoid", True, True)),
+        *(("softmax_of_chosen", False, False), ("sigmoid_of_chosen", False, False)),
+    )
+}
+KERNELS["sort"] = (
+    *("_sort_expert", {"NUM_EXPERTS": 128, "BLOCK": 1024}),
+    dict.fromkeys(("experts", "order"), "*i64") | {"ends": "*i32"},
+)
 
 
 @needs_triton

@@ -15,7 +15,7 @@ import torch
 
 from tests.model.attention.helpers import interpreted_attention
 from tests.model.decoder.helpers import interpreted_layers
-from tests.model.decoder.helpers.interpreted_experts import check_experts
+from tests.model.decoder.helpers.interpreted_experts import check_experts, check_routers
 from tests.model.decoder.helpers.interpreted_low_rank import check_low_rank, multiply_bfloat16
 from tests.model.decoder.helpers.layer_kernels import LayerKernels
 from tests.model.execution.helpers.input_checks import check_inputs
@@ -75,6 +75,7 @@ def check_products() -> None:
     multiply_bfloat16()
     check_low_rank("odd sizes")
     check_experts("odd sizes, experts without rows", "no rows")
+    check_routers(1)
 
 
 def check_recorded_inputs() -> None:

@@ -4,12 +4,13 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tokasaurus.checkpoint.spec import ExpertsSpec, MLPSpec, RouterSpec
+from tokasaurus.checkpoint.spec import ExpertsSpec, MLPSpec, RouterScores, RouterSpec
 from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts, PackedRouter
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights, takes
@@ -63,6 +64,52 @@ class Router(FusedColumnLinear):
 
 def choose_experts(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """logits: float32 [T, N], choice_bias [N] -> experts, int64 [T, K], and their weights, float32 [T, K]."""
+    if logits.device.type != "cuda" or spec.num_groups > 1 or spec.scores == "sparsemixer":
+        return choose_by_torch(logits, spec, choice_bias)
+    numbers = spec.num_chosen, spec.scores, spec.normalizes, float(spec.min_sum), float(spec.scale)
+    choose = choose_on_cuda if torch.compiler.is_compiling() else _choose_on_cuda
+    chosen, weights = choose(logits, choice_bias, *numbers)
+    return chosen, weights
+
+
+def _choose_on_cuda(
+    logits: Tensor,
+    choice_bias: Tensor | None,
+    num_chosen: int,
+    scores: str,
+    normalizes: bool,
+    min_sum: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """As choose_experts, of a router without groups."""
+    spec = RouterSpec(
+        *(logits.shape[1], num_chosen, cast(RouterScores, scores)),
+        has_choice_bias=choice_bias is not None,
+        normalizes=normalizes,
+        min_sum=min_sum,
+        scale=scale,
+    )
+    if not uses_triton(logits.device, "experts"):
+        return choose_by_torch(logits, spec, choice_bias)
+    from tokasaurus.model.decoder import triton_experts
+
+    return triton_experts.choose(logits, spec, choice_bias)
+
+
+choose_on_cuda = torch.library.custom_op("tokasaurus::choose_experts", _choose_on_cuda, mutates_args=())
+"""One operation of torch, which a compiler leaves whole."""
+
+
+@choose_on_cuda.register_fake
+def _with_shapes_of_choice(
+    logits: Tensor, _bias: Tensor | None, num_chosen: int, *_numbers: object
+) -> tuple[Tensor, Tensor]:
+    size = logits.shape[0], num_chosen
+    return logits.new_empty(size, dtype=torch.int64), logits.new_empty(size)
+
+
+def choose_by_torch(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As choose_experts."""
     if spec.scores == "sparsemixer":
         return _mix_sparsely(logits, spec)
     if spec.scores in ("softmax_of_chosen", "sigmoid_of_chosen"):
@@ -85,6 +132,40 @@ def choose_experts(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None)
     if spec.normalizes:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.min_sum)
     return chosen, weights if spec.scale == 1 else weights * spec.scale
+
+
+def sort_rows(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """experts: int64 [R], of each row, or num_experts if none has it -> the rows sorted by expert, int64 [R], in their
+    order if they have the same; int32 [num_experts], where each expert's end."""
+    if experts.device.type == "cuda":
+        order, ends = (sort_on_cuda if torch.compiler.is_compiling() else _sort_on_cuda)(experts, num_experts)
+        return order, ends
+    return sort_by_torch(experts, num_experts)
+
+
+def sort_by_torch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """As sort_rows."""
+    ordered, order = experts.sort(stable=True)
+    indices = torch.arange(num_experts, device=experts.device)
+    return order, torch.searchsorted(ordered, indices, right=True, out_int32=True)
+
+
+def _sort_on_cuda(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """As sort_rows."""
+    if not uses_triton(experts.device, "experts"):
+        return sort_by_torch(experts, num_experts)
+    from tokasaurus.model.decoder import triton_experts
+
+    return triton_experts.sort_rows(experts, num_experts)
+
+
+sort_on_cuda = torch.library.custom_op("tokasaurus::sort_by_expert", _sort_on_cuda, mutates_args=())
+"""One operation of torch, which a compiler leaves whole."""
+
+
+@sort_on_cuda.register_fake
+def _with_shapes_of_sort(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(experts), experts.new_empty(num_experts, dtype=torch.int32)
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
@@ -322,16 +403,15 @@ class Experts(nn.Module):
         num_chosen, num_experts = chosen.shape[1], self.gate_up.num_experts
         if self._mesh.whole_experts:  # rows of other ranks' experts come last
             chosen = torch.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
-        experts, order = chosen.flatten().sort(stable=True)
-        indices = torch.arange(num_experts, device=x.device)
-        ends = torch.searchsorted(experts, indices, right=True, out_int32=True)
+        order, ends = sort_rows(chosen.flatten(), num_experts)
         rows, weighs_inputs = x[order // num_chosen], self.router.spec.weighs_inputs
         if weighs_inputs:
             rows = (rows * weights.flatten()[order].unsqueeze(1)).to(x.dtype)
         features = self.gate_up.activated(self.gate_up.multiply(rows, ends))
         by_expert = self.down.multiply(features, ends)
         by_token = torch.empty(by_expert.shape, dtype=torch.float32, device=x.device)
-        by_token[order] = by_expert.float().masked_fill((experts == num_experts).unsqueeze(1), 0)
+        is_elsewhere = torch.arange(len(order), device=x.device) >= ends[-1]
+        by_token[order] = by_expert.float().masked_fill(is_elsewhere.unsqueeze(1), 0)
         of_experts = by_token.view(*chosen.shape, -1)
         return (of_experts if weighs_inputs else of_experts * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 

@@ -1,14 +1,18 @@
-"""A Triton kernel for the products of experts with their own rows, where torch's grouped product does not run.
+"""Triton kernels of layers with experts: the router's choice; the rows sorted by expert; and the products of experts
+with their own rows, where torch's grouped product does not run. One launch each.
 
-Which rows an expert has is read from the device: one recording serves any choice of the router. `product_by_masks` of
-`experts` is the plain torch of this.
+Which rows an expert has is read from the device: one recording serves any choice of the router. `choose_by_torch`,
+`sort_by_torch` and `product_by_masks` of `experts` are the plain torch of this.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# R rows, sorted by expert, N experts, O outputs
+from tokasaurus.checkpoint.spec import RouterSpec
+
+# T tokens, each with K chosen ones of N experts; R rows of experts, O outputs
 
 _COLUMNS = 128
 """Outputs of a program."""
@@ -19,6 +23,39 @@ _INPUT_BYTES = 128
 _TILE_OF_FEW, _TILE_OF_MANY = 16, 64
 _FEW_ROWS = 32
 """Rows of a tile, for up to _FEW_ROWS rows an expert, in the mean, and for more."""
+
+
+_SORTED_ROWS = 1024
+"""Rows that a program looks at at a time."""
+
+
+def choose(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As experts.choose_experts, of a router without groups and sparse mixers."""
+    num_tokens, num_experts = logits.shape
+    assert logits.stride(1) == 1
+    chosen = torch.empty((num_tokens, spec.num_chosen), dtype=torch.int64, device=logits.device)
+    weights = torch.empty(chosen.shape, dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        _choose_row[(num_tokens,)](
+            *(logits, logits.stride(0), logits if choice_bias is None else choice_bias, chosen, weights),
+            *(float(spec.scale), float(spec.min_sum)),
+            NUM_EXPERTS=num_experts,
+            EXPERTS=triton.next_power_of_2(num_experts),
+            NUM_CHOSEN=spec.num_chosen,
+            CHOSEN=triton.next_power_of_2(spec.num_chosen),
+            SCORES=spec.scores,
+            HAS_BIAS=choice_bias is not None,
+            NORMALIZES=spec.normalizes,
+        )
+    return chosen, weights
+
+
+def sort_rows(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """As experts.sort_rows."""
+    order = torch.empty_like(experts)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
+    _sort_expert[(num_experts + 1,)](experts, order, ends, len(experts), NUM_EXPERTS=num_experts, BLOCK=_SORTED_ROWS)
+    return order, ends
 
 
 def rows_per_tile(num_rows: int, num_experts: int) -> int:
@@ -46,6 +83,68 @@ def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
             INPUTS=_INPUT_BYTES // x.element_size(),
         )
     return out
+
+
+@triton.jit
+def _choose_row(
+    logits, row_stride, choice_bias, chosen, weights, scale, min_sum, NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, SCORES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, NORMALIZES: tl.constexpr,
+):  # fmt: skip
+    """As experts.largest, the largest of integers in the order of scores, the first of equal ones."""
+    token = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, EXPERTS)
+    is_expert = experts < NUM_EXPERTS
+    scores = tl.load(logits + token * row_stride + experts, mask=is_expert, other=float("-inf"))
+    if SCORES == "softmax":
+        powers = tl.exp(scores - tl.max(scores, axis=0))
+        scores = powers / tl.sum(powers, axis=0)
+    elif SCORES == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    for_choice = scores
+    if HAS_BIAS:
+        for_choice += tl.load(choice_bias + experts, mask=is_expert, other=0.0)
+    bits = tl.where(for_choice == 0.0, 0.0, for_choice).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    keys = tl.where(is_expert, (ordered << 32) | (EXPERTS - 1 - experts), -(1 << 63))
+    places = tl.arange(0, CHOSEN)
+    in_row = places < NUM_CHOSEN
+    own = tl.zeros((CHOSEN,), tl.int64)
+    of_own = tl.zeros((CHOSEN,), tl.float32)
+    for place in tl.static_range(NUM_CHOSEN):
+        expert = EXPERTS - 1 - (tl.max(keys, axis=0) & 0xFFFFFFFF)
+        score = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
+        own = tl.where(places == place, expert, own)
+        of_own = tl.where(places == place, score, of_own)
+        keys = tl.where(experts == expert, -(1 << 63), keys)
+    if SCORES == "softmax_of_chosen":
+        powers = tl.where(in_row, tl.exp(of_own - tl.max(tl.where(in_row, of_own, float("-inf")), axis=0)), 0.0)
+        of_own = powers / tl.sum(powers, axis=0)
+    elif SCORES == "sigmoid_of_chosen":
+        of_own = 1.0 / (1.0 + tl.exp(-of_own))
+    if NORMALIZES:
+        of_own /= tl.maximum(tl.sum(tl.where(in_row, of_own, 0.0), axis=0), min_sum)
+    tl.store(chosen + token * NUM_CHOSEN + places, own, mask=in_row)
+    tl.store(weights + token * NUM_CHOSEN + places, of_own * scale, mask=in_row)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sort_expert(experts, order, ends, num_rows, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """A program for each expert, and one for rows that no expert has: it counts the rows before its own."""
+    expert = tl.program_id(0)
+    rows = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for offset in range(0, num_rows, BLOCK):
+        own = tl.load(experts + offset + rows, mask=offset + rows < num_rows, other=NUM_EXPERTS + 1)
+        before += (own < expert).to(tl.int32)
+    place = tl.sum(before, axis=0)
+    for offset in range(0, num_rows, BLOCK):
+        own = tl.load(experts + offset + rows, mask=offset + rows < num_rows, other=NUM_EXPERTS + 1)
+        is_own = (own == expert).to(tl.int32)
+        target = place + tl.cumsum(is_own, axis=0) - 1
+        tl.store(order + target, (offset + rows).to(tl.int64), mask=is_own > 0)
+        place += tl.sum(is_own, axis=0)
+    tl.store(ends + expert, place, mask=expert < NUM_EXPERTS)
 
 
 @triton.jit

@@ -27,7 +27,15 @@ from tokasaurus.model.attention.row_split import count_sinks, merge_partial
 from tokasaurus.model.buffer_sizes import num_mask_words
 from tokasaurus.model.cpu.low_rank import LowRankRows
 from tokasaurus.model.decoder.decoder import Decoder, zero_nonfinite
-from tokasaurus.model.decoder.experts import Experts, grouped_product, product_by_masks
+from tokasaurus.model.decoder.experts import (
+    Experts,
+    choose_by_torch,
+    choose_experts,
+    grouped_product,
+    product_by_masks,
+    sort_by_torch,
+    sort_rows,
+)
 from tokasaurus.model.decoder.row_adapters import LowRankSlots, RowAdapters, TiledRows
 from tokasaurus.model.execution.executors import FusedExecutor, has_fused_layers
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs, SlotState, StagedRows, fill_inputs_by_torch
@@ -374,9 +382,21 @@ def _layers_with_experts(model: Decoder) -> Iterator[Experts]:
 
 
 def compare_experts(model: Decoder) -> Iterator[Measured]:
-    """Products of experts with their own rows, by torch's kernel or ours, in the first layer with experts: few rows,
-    and many, of which one expert has most. Some experts have none, and the last rows no expert."""
+    """The choice of experts, the rows sorted by them, and the products with their own rows, by torch's kernel or ours,
+    in the first layer with experts: few rows, and many, of which one expert has most. Some experts have none, and the
+    last rows no expert."""
     mlp = next(_layers_with_experts(model), None)
+    if mlp is not None:
+        random, spec = SeededNumbers(model.device), mlp.router.spec
+        for num_rows in (1, 2000):
+            logits = random.normal((num_rows, spec.num_experts), torch.float32)
+            given = logits, spec, mlp.router.choice_bias
+            (chosen, weights), (own, of_own) = choose_experts(*given), choose_by_torch(*given)
+            yield compared(f"experts chosen, {num_rows} rows", chosen, own, 0)
+            yield compared(f"weights of experts, {num_rows} rows", weights, of_own, TOLERANCES[torch.float32])
+            rows = random.integers((num_rows,), spec.num_experts + 1), spec.num_experts
+            for ours, plain in zip(sort_rows(*rows), sort_by_torch(*rows), strict=True):
+                yield compared(f"{num_rows} rows sorted by expert", ours, plain, 0)
     for name, linear in () if mlp is None else (("gate and up", mlp.gate_up), ("down", mlp.down)):
         random, count, dtype = SeededNumbers(model.device), linear.num_experts, linear.weight.dtype
         weight = linear.weight.data.view(count, linear.num_rows, -1)
