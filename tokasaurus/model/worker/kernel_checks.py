@@ -146,6 +146,8 @@ def measures(shape: KVShape, model: Decoder) -> dict[KernelGroup, Measure]:
         "adapters": partial(compare_low_rank, model, _CHECKED_RANK),
         "experts": partial(compare_experts, model),
     }
+    if not any(_layers_with_experts(model)):
+        del every["experts"]
     return {group: measure for group, measure in every.items() if uses_triton(shape.device, group)}
 
 
