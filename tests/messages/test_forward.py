@@ -19,6 +19,7 @@ from tokasaurus.messages.forward import (
     TableCopies,
     TokenMasks,
     TopOfRows,
+    WindowBlocks,
 )
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
@@ -45,7 +46,10 @@ OPENED = SlotOpens(
 )
 FULL = ForwardInput(
     *(1, int32(2, 3), int32(4, 5), 6, int32(7, 8)),
-    SlotChanges(int32(9), OPENED, int32(17), int32(18), TableCopies(int32(19), int32(20), int32(21)), ((31, "32"),)),
+    SlotChanges(
+        *(int32(9), OPENED, int32(17), int32(18), TableCopies(int32(19), int32(20), int32(21)), ((31, "32"),)),
+        WindowBlocks(int32(33), int32(34)[None]),
+    ),
     PrefixGroups(int32(22), int32(23)),
     PromptLogprobsInput(int32(24), int32(25), int32(26), 27),
     TokenMasks(int32(28), np.array([[29]], np.uint32)),

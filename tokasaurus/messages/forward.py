@@ -129,6 +129,16 @@ class TableCopies:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowBlocks:
+    """Where layers with windows keep the keys and values of tokens, for M blocks of tokens: see WindowGroups."""
+
+    blocks: NDArray[np.int32]
+    """int32 [M], as in block tables."""
+    own: NDArray[np.int32]
+    """int32 [M, groups], the block of each group."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlotChanges:
     """Changes applied before the forward, in this order: place adapters, close, open, append blocks, copy tables.
 
@@ -150,6 +160,8 @@ class SlotChanges:
     adapters: tuple[tuple[int, str], ...] = ()
     """Numbers of adapters, and the digest of the loaded one that each is from now on. No slot has had it before since
     the number was another's."""
+    windows: WindowBlocks | None = None
+    """Blocks whose tokens layers with windows keep from now on; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +198,9 @@ class ForwardInput:
     def __reduce__(self) -> tuple[Any, ...]:
         changes = self.changes
         arrays = self.slots, self.num_tokens, self.prompt_ids, changes.closed, changes.block_slots, changes.block_ids
-        parts = changes.opened, changes.copies, changes.adapters, self.groups, self.prompt_logprobs, self.masks
-        return _forward_input, (self.step_id, self.num_decode, *map(_int32_bytes, arrays), *parts, self.microbatch)
+        parts = changes.opened, changes.copies, changes.adapters, changes.windows
+        rest = self.groups, self.prompt_logprobs, self.masks, self.microbatch
+        return _forward_input, (self.step_id, self.num_decode, *map(_int32_bytes, arrays), *parts, *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,10 +303,11 @@ def _forward_input(
     opened: SlotOpens | None,
     copies: TableCopies | None,
     adapters: tuple[tuple[int, str], ...],
+    windows: WindowBlocks | None,
     *rest: Any,
 ) -> ForwardInput:
     blocks = _int32_array(block_slots), _int32_array(block_ids)
-    changes = SlotChanges(_int32_array(closed), opened, *blocks, copies, adapters)
+    changes = SlotChanges(_int32_array(closed), opened, *blocks, copies, adapters, windows)
     rows = _int32_array(slots), _int32_array(num_tokens)
     return ForwardInput(step_id, *rows, num_decode, _int32_array(prompt_ids), changes, *rest)
 

@@ -3,9 +3,14 @@
 import math
 import signal
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tokasaurus.messages.commands import NOTHING_HELD, Held, UpdateWeights
+
+IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,36 @@ def longest_sequence(
     return min([*limits, (num_kv_tokens, "kv_cache_num_tokens")], key=lambda limit: limit[0])
 
 
+@dataclass(frozen=True, slots=True)
+class WindowGroups:
+    """Layers that see only the last tokens, in groups: each keeps keys and values in blocks of its own, which are given
+    back while the sequence runs. Layers that see all tokens are one group more."""
+
+    num_groups: int
+    window: int
+    """Tokens that the layers see, as in attention's Scores: the last ones, or if negative, those of a chunk."""
+
+    def first_seen(self, num_tokens: IntOrArray) -> IntOrArray:
+        """The first token, at least 0, that the last of num_tokens sees."""
+        if self.window > 0:
+            first = num_tokens - self.window
+            return first * (first > 0)
+        return (num_tokens - 1) // -self.window * -self.window
+
+    def num_held(self, page_size: int, num_tokens: int = 1) -> int:
+        """Most blocks of tokens that a sequence computing num_tokens at once needs in each group."""
+        return (abs(self.window) + num_tokens - 1 + page_size - 2) // page_size + 1
+
+    def max_pages(self, num_blocks: int, page_size: int) -> int:
+        """The most blocks of tokens of a sequence in a cache of num_blocks."""
+        held = self.num_groups * self.num_held(page_size, page_size)
+        return max(num_blocks - held, num_blocks // (1 + self.num_groups))
+
+    def num_blocks(self, num_pages: int, page_size: int) -> int:
+        """Blocks of all groups for a sequence of num_pages blocks of tokens, at least one of them new."""
+        return num_pages + self.num_groups * min(num_pages, self.num_held(page_size, page_size))
+
+
 NO_ADAPTERS = "the server was started without adapters: lora= or max_loras= allow them"
 
 
@@ -124,6 +159,18 @@ class EngineLimits:
     """Why requests may not ask for them, for the user."""
     no_adapters: str = NO_ADAPTERS
     """Why adapters cannot be loaded, for the user; "" if they can."""
+    windows: WindowGroups | None = None
+    """None: all layers keep the keys and values of all tokens, in the same blocks."""
+
+    @property
+    def blocks_per_page(self) -> int:
+        """Blocks that page_size new tokens take, in all groups together."""
+        return 1 if self.windows is None else 1 + self.windows.num_groups
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that fit into the cache if no layer has given any back."""
+        return self.num_kv_blocks // self.blocks_per_page * self.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +387,8 @@ class EngineStats:
     """Seconds of the forwards in each of FORWARD_PHASES; empty if the worker does not count them."""
     num_running_background: int = 0
     """Running sequences of background requests; `num_running` counts them too."""
+    num_kv_blocks_of_windows: int = 0
+    """Those of num_kv_blocks_used that are of layers with windows, which have blocks of their own."""
     num_kv_blocks_cached: int = 0
     """Blocks of cached prefixes that no sequence references: they stay until their memory is needed."""
     total_kv_blocks_evicted: int = 0

@@ -2,11 +2,13 @@
 modules that allocate them take them from here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.status import WindowGroups
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Bytes of a number by its dtype."""
@@ -24,11 +26,46 @@ class KVSizes:
     num_kv_heads: int
     head_dim: int
     page_size: int
+    block_layers: int = field(default=0, kw_only=True)
+    """Most layers of a group: a block has the keys and values of so many. 0: there is one group, of all layers."""
 
     def block_bytes(self, dtype: str) -> int:
-        """Bytes for keys and values of `page_size` tokens in every layer, in a cache of this dtype."""
+        """Bytes of a block in a cache of this dtype: keys and values of `page_size` tokens in the layers of a group."""
         head_bytes = self.head_dim * ITEM_BYTES[dtype] + _SCALE_BYTES.get(dtype, 0)
-        return 2 * self.num_layers * self.num_kv_heads * self.page_size * head_bytes
+        return 2 * (self.block_layers or self.num_layers) * self.num_kv_heads * self.page_size * head_bytes
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer's keys and values are."""
+
+    group: int
+    """0: in the blocks of tables; from 1 on: of layers with windows, see WindowGroups."""
+    number: int
+    """Among the layers of a block."""
+
+
+def window_groups(layers: Sequence[AttentionSpec]) -> WindowGroups | None:
+    """The groups of a model's layers: as many layers have windows in each as see all tokens, so that their blocks have
+    one size. None if there are no such layers, or none with windows."""
+    windows = [-layer.chunk if layer.chunk is not None else layer.window for layer in layers]
+    limited = [window for window in windows if window is not None]
+    if not limited or len(limited) == len(layers) or min(limited) < 0 < max(limited):
+        return None
+    if min(limited) < 0 and len(set(limited)) > 1:
+        return None
+    return WindowGroups(-(-len(limited) // (len(layers) - len(limited))), max(limited))
+
+
+def places_of(layers: Sequence[AttentionSpec], groups: WindowGroups) -> tuple[LayerPlace, ...]:
+    """The places of a stage's layers, of a model with these groups."""
+    has_window = [layer.window is not None or layer.chunk is not None for layer in layers]
+    size = max(len(layers) - sum(has_window), -(-sum(has_window) // groups.num_groups))
+    seen, places = [0, 0], []
+    for is_limited in has_window:
+        group, number = divmod(seen[is_limited], size)
+        places.append(LayerPlace(group + is_limited, number))
+        seen[is_limited] += 1
+    return tuple(places)
 
 
 GRAPH_STEP = 16

@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model.attention import torch_backend
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.buffer_sizes import LayerPlace
 from tokasaurus.model.cpu.bindings import load_kernels
 
 
@@ -71,6 +73,26 @@ def test_ragged_batches_in_bfloat16_are_near_the_reference(
     expected_output, expected_lse = attend_all("reference", shape, segments, causal, layer=1, seed=seed)
     torch.testing.assert_close(output, expected_output, atol=0.03, rtol=2**-7)
     torch.testing.assert_close(lse, expected_lse, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_layers_with_blocks_of_their_own_equal_those_without(name: str, dtype: torch.dtype) -> None:
+    """Six layers in four groups, of which the first and the last have one layer."""
+    if dtype == torch.int8 and name != "cpu":
+        pytest.skip("only the CPU kernels have int8 caches")
+    windows = (20, None, 20, 20, 33, None)
+    layers = tuple(AttentionSpec(6, 2, 64, 0.125, window=window) for window in windows)
+    segments = [Segment(1, 300), Segment(40, 150), Segment(3, 3), Segment(70, 71), Segment(1, 33)]
+    fields: dict[str, Any] = {"activation_dtype": torch.float32, "layers": layers}
+    shape = KVShape(6, 6, 2, 64, 16, dtype, CPU, **fields)
+    numbers = [(1, 0), (0, 0), (2, 0), (2, 1), (3, 0), (0, 1)]
+    places = tuple(LayerPlace(*place) for place in numbers)
+    apart = replace(shape, places=places, num_groups=3, block_layers=2)
+    assert 3 * apart.bytes_per_block == shape.bytes_per_block
+    for layer in range(6):
+        found = attend_all(name, apart, segments, True, layer, seed=layer)
+        torch.testing.assert_close(found, attend_all(name, shape, segments, True, layer, seed=layer))
 
 
 @pytest.mark.parametrize("causal", [True, False])

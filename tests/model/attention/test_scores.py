@@ -139,7 +139,7 @@ def test_a_window_reads_only_the_blocks_that_it_touches() -> None:
     assert isinstance(backend, TorchBackend)
     part = make_part(segments, tables, 0, True, False)
     backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
-    read = {window: sum(len(b.block_table) for b in backend._buckets[id(part), window]) for window in (20, None)}
+    read = {window: sum(len(b.block_table) for b in backend._buckets[id(part), window, 0]) for window in (20, None)}
     assert read[20] <= 2 * 3
     assert read[None] >= 500 // P
 

@@ -33,7 +33,7 @@ void toka_run_experts(const Experts* experts, const Norm* norm, const void* x, i
 void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t num_tokens, void* out);
 void toka_write_kv(int64_t activation_type, int64_t cache_type, const void* key, const void* value, int64_t key_stride,
                    int64_t value_stride, const int64_t* kv_indices, int64_t num_tokens, void* cache,
-                   int64_t num_kv_heads, int64_t head_dim, int64_t page_size);
+                   const int32_t* blocks, int64_t num_kv_heads, int64_t head_dim, int64_t page_size);
 void toka_attend(int64_t activation_type, int64_t cache_type, const void* query, int64_t query_row_stride, void* output,
                  float* lse, const void* cache, const PagedPart* part, int64_t num_heads, int64_t num_kv_heads,
                  int64_t head_dim, int64_t page_size, const LayerScores* scores);
@@ -437,8 +437,12 @@ template <typename Stored, typename Element>
 void check_attention(const LayerScores& scores) {
   const vector<int32_t> lengths = {300, 37, 70, 1}, num_rows = {1, 5, 40, 1};
   constexpr int64_t kTableWidth = 19;
-  vector<int32_t> table(lengths.size() * kTableWidth), starts = {0};
+  vector<int32_t> table(lengths.size() * kTableWidth), blocks(table.size()), starts = {0};
   for (size_t i = 0; i < table.size(); ++i) table[i] = int32_t(i * 7 % table.size());
+  // A layer with a window has blocks of its own.
+  for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = int32_t(blocks.size() - 1 - i);
+  LayerScores own_scores = scores;
+  if (scores.window != 0) own_scores.blocks = blocks.data();
   vector<Stored> cache(cache_size<Stored>(table.size()));
   vector<double> queries, expected, expected_lse;
   for (size_t segment = 0; segment < lengths.size(); ++segment) {
@@ -448,7 +452,7 @@ void check_attention(const LayerScores& scores) {
     for (int64_t token = 0; token < length; ++token)
       kv_indices.push_back(table[segment * kTableWidth + token / kPage] * kPage + token % kPage);
     toka_write_kv(kElementType<Element>, kElementType<Stored>, as<Element>(key).data(), as<Element>(value).data(), size,
-                  size, kv_indices.data(), length, cache.data(), kKvHeads, kHeadDim, kPage);
+                  size, kv_indices.data(), length, cache.data(), own_scores.blocks, kKvHeads, kHeadDim, kPage);
     for (int64_t row = 0; row < num_rows[segment]; ++row) {
       const vector<double> query = random_values(kHeads * kHeadDim);
       queries.insert(queries.end(), query.begin(), query.end());
@@ -465,7 +469,7 @@ void check_attention(const LayerScores& scores) {
   vector<Element> output(expected.size());
   vector<float> lse(expected_lse.size());
   toka_attend(kElementType<Element>, kElementType<Stored>, as<Element>(queries).data(), kHeads * kHeadDim,
-              output.data(), lse.data(), cache.data(), &part, kHeads, kKvHeads, kHeadDim, kPage, &scores);
+              output.data(), lse.data(), cache.data(), &part, kHeads, kKvHeads, kHeadDim, kPage, &own_scores);
   const std::string name = std::string(scores.window == 0 ? "attention of " : "attention in a window of ") +
                            kNames[kElementType<Element>] + " to " + kNames[kElementType<Stored>];
   compare(name, output, expected, std::max(kTolerance<Element>, kTolerance<QueryOperand<Stored>>));
@@ -622,6 +626,7 @@ void check_layer(bool has_out_norms) {
                           kHeads,
                           kKvHeads,
                           kHeadDim,
+                          0,
                           0,
                           0,
                           0,

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
+from tokasaurus.messages.forward import WindowBlocks
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart, as_stored
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
@@ -93,7 +95,11 @@ def attend_all(
         kept_as, shape = torch.int8, replace(shape, dtype=torch.float32, activation_dtype=shape.query_dtype)
     backend = make_backend(name, shape, load_kernels() if kernels is None else kernels)
     tables, num_blocks = scattered_tables(segments, shape.page_size, seed)
-    backend.allocate(num_blocks)
+    backend.allocate(num_blocks * (1 + shape.num_groups))
+    if shape.num_groups:
+        order = np.random.default_rng(seed).permutation(np.arange(num_blocks, num_blocks * (1 + shape.num_groups)))
+        blocks, own = np.arange(num_blocks), order.reshape(num_blocks, shape.num_groups)
+        backend.place_windows(WindowBlocks(blocks.astype(np.int32), own.astype(np.int32)))
     fill_with_outliers(backend, shape, num_blocks)
     fill(backend, shape, segments, tables, kept_as)
     part = make_part(segments, tables, 0, causal, is_partial)

@@ -9,11 +9,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.checkpoint.spec import AttentionSpec
-from tokasaurus.model.buffer_sizes import KVSizes
+from tokasaurus.messages.forward import WindowBlocks
+from tokasaurus.model.buffer_sizes import KVSizes, LayerPlace
 from tokasaurus.model.staging.staging import Staging
 
 # T tokens in this forward, H query heads, K key/value heads, D head size, S segments, B blocks of the longest segment,
@@ -55,6 +58,14 @@ class KVShape(KVSizes):
     sinks: tuple[Tensor | None, ...] = ()
     """Of each of these layers: float32 [H], on the device, which new weights are written into; or None. Empty: no layer
     has any."""
+    places: tuple[LayerPlace, ...] = ()
+    """Of each layer; empty: all are in the blocks of tables, in order."""
+    num_groups: int = 0
+    """Groups of layers with windows, in all stages, whose blocks are not those of tables."""
+
+    def place_of(self, layer_index: int) -> LayerPlace:
+        """Where a layer's keys and values are."""
+        return self.places[layer_index] if self.places else LayerPlace(0, layer_index)
 
     def scores_of(self, layer_index: int) -> "Scores":
         """How a layer makes its scores."""
@@ -81,7 +92,7 @@ class KVShape(KVSizes):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes for keys and values of `page_size` tokens in every layer."""
+        """Bytes of a block: see KVSizes."""
         return self.block_bytes(str(self.dtype).removeprefix("torch."))
 
 
@@ -216,6 +227,9 @@ class AttentionBackend(Protocol):
         """The cache is as after `allocate`, in the same tensors, whose memory may be elsewhere. Only that of the CPU
         kernels stays where it was. Raises OSError or RuntimeError."""
 
+    def place_windows(self, windows: WindowBlocks) -> None:
+        """From now on, layers of groups with windows keep tokens of these blocks there: see KVShape.places."""
+
     def plan(self, layout: PagedLayout) -> None:
         """Prepare for the layers of one forward.
 
@@ -245,6 +259,31 @@ class AttentionBackend(Protocol):
         token of that part."""
 
 
+class WindowTables:
+    """The blocks of each group with windows, for every block of tables."""
+
+    def __init__(self, num_groups: int, num_blocks: int) -> None:
+        self.blocks: NDArray[np.int32] = np.zeros((num_groups, num_blocks), np.int32)
+        """[groups, blocks]; 0, the padding block, or a block that is not these tokens' any more, for tokens that no
+        layer sees."""
+
+    def place(self, windows: WindowBlocks) -> None:
+        self.blocks[:, windows.blocks] = windows.own.T
+
+    def of(self, group: int, blocks: Tensor) -> Tensor:
+        """The blocks of a group, 0 for the blocks of tables themselves. blocks: of tables, on the host, any dtype."""
+        return blocks if group == 0 else torch.from_numpy(self.blocks[group - 1])[blocks.long()].to(blocks.dtype)
+
+
+def allocate_apart(backend: "AttentionBackend", shape: KVShape, num_blocks: int) -> None:
+    """Allocate a cache in which all groups have blocks of their own for the first num_blocks blocks of tables."""
+    backend.allocate(num_blocks * (1 + shape.num_groups))
+    if shape.num_groups:
+        blocks = np.arange(num_blocks, dtype=np.int32)
+        own = blocks[:, None] + np.arange(1, 1 + shape.num_groups, dtype=np.int32) * num_blocks
+        backend.place_windows(WindowBlocks(blocks, own.astype(np.int32)))
+
+
 class TensorCache(ABC):
     """The KV cache of a backend in two tensors of torch. A backend states their layout."""
 
@@ -252,6 +291,7 @@ class TensorCache(ABC):
     _shape: KVShape
     _keys: Tensor
     _values: Tensor
+    _windows: WindowTables
 
     @abstractmethod
     def _cache_size(self, num_blocks: int) -> tuple[int, ...]:
@@ -263,8 +303,12 @@ class TensorCache(ABC):
 
     def allocate(self, num_blocks: int) -> None:
         size, shape = self._cache_size(num_blocks), self._shape
+        self._windows = WindowTables(shape.num_groups, num_blocks)
         self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def place_windows(self, windows: WindowBlocks) -> None:
+        self._windows.place(windows)
 
     def touch_in_background(self, _num_threads: int, /) -> list[threading.Thread]:
         return []

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, tokens_after
+from tokasaurus.messages.forward import WindowBlocks
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, WindowTables, tokens_after
 from tokasaurus.model.cpu.bindings import (
     ACTIVATION_DTYPES,
     KV_CACHE_DTYPES,
@@ -40,8 +41,8 @@ def why_unfit(shape: KVShape, kernels: Kernels) -> str | None:
 
 
 class CpuBackend:
-    """KV cache as [layers, blocks, K, 2 (keys, values), P * D]; the kernels define the order in the last dimension.
-    With int8 that is P * (D + 2): a head's scales, of two bytes each, lie behind its keys and values."""
+    """KV cache as [layers of a block, blocks, K, 2 (keys, values), P * D]; the kernels define the order in the last
+    dimension. With int8 that is P * (D + 2): a head's scales, of two bytes each, lie behind its keys and values."""
 
     computes_groups = True
 
@@ -55,7 +56,9 @@ class CpuBackend:
         for index in range(shape.num_layers):
             layer = shape.scores_of(index)
             sinks = None if layer.sinks is None else layer.sinks.data_ptr()
-            self._scores[index] = LayerScoresStruct(layer.scale, layer.softcap or 0, layer.window or 0, sinks)
+            self._scores[index] = LayerScoresStruct(
+                *(layer.scale, layer.softcap or 0, layer.window or 0, sinks, None, shape.place_of(index).number)
+            )
 
     @property
     def caches(self) -> list[Tensor]:
@@ -63,11 +66,19 @@ class CpuBackend:
 
     def allocate(self, num_blocks: int) -> None:
         shape = self._shape
-        in_block = shape.bytes_per_block // (2 * shape.num_layers * shape.num_kv_heads * shape.dtype.itemsize)
-        size = (shape.num_layers, num_blocks, shape.num_kv_heads, 2, in_block)
+        num_layers = shape.block_layers or shape.num_layers
+        in_block = shape.bytes_per_block // (2 * num_layers * shape.num_kv_heads * shape.dtype.itemsize)
+        size = (num_layers, num_blocks, shape.num_kv_heads, 2, in_block)
         # Blocks are read in any order: with pages of 4 KiB, nearly every block would miss in the TLB.
         memory = allocate_huge_pages(math.prod(size) * shape.dtype.itemsize)
         self._cache = memory.view(shape.dtype).view(size)  # fresh memory is zero
+        self._windows = WindowTables(shape.num_groups, num_blocks)
+        for index in range(shape.num_layers):
+            if group := shape.place_of(index).group:
+                self._scores[index].blocks = self._windows.blocks[group - 1].ctypes.data
+
+    def place_windows(self, windows: WindowBlocks) -> None:
+        self._windows.place(windows)
 
     def touch_in_background(self, num_threads: int, /) -> list[threading.Thread]:
         """Make the system provide the cache's memory, low block ids first, since they are used first."""
@@ -103,16 +114,20 @@ class CpuBackend:
         return self._paged
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        self._kernels.write_kv(key, value, self._layout.kv_indices, self._cache[layer_index], self._shape.page_size)
+        scores = self._scores[layer_index]
+        cache = self._cache[scores.place]
+        self._kernels.write_kv(key, value, self._layout.kv_indices, cache, self._shape.page_size, scores.blocks)
 
     def attend(
         self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         scores = self._scores[layer_index]
         if part is self._layout.prefix:  # sinks count once
-            scores = LayerScoresStruct(scores.scale, scores.softcap, scores.window, None)
+            scores = LayerScoresStruct(
+                *(scores.scale, scores.softcap, scores.window, None, scores.blocks, scores.place)
+            )
         attended, lse = self._kernels.attend(
-            *(query, self._cache[layer_index], self._struct(part), part.is_partial, self._shape.page_size, scores)
+            *(query, self._cache[scores.place], self._struct(part), part.is_partial, self._shape.page_size, scores)
         )
         return attended if output is None else output.copy_(attended), lse
 

@@ -27,15 +27,24 @@ class ReferenceBackend(TensorCache):
 
     def _cache_size(self, num_blocks: int) -> tuple[int, ...]:
         shape = self._shape
-        return (shape.num_layers, num_blocks * shape.page_size, shape.num_kv_heads, shape.head_dim)
+        return (
+            shape.block_layers or shape.num_layers,
+            num_blocks * shape.page_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+        )
 
     def plan(self, layout: PagedLayout) -> None:
         self._kv_indices = layout.kv_indices
         self._layout = layout
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        self._keys[layer_index, self._kv_indices] = as_stored(key, self._shape.dtype)
-        self._values[layer_index, self._kv_indices] = as_stored(value, self._shape.dtype)
+        group, number = self._shape.place_of(layer_index)
+        page_size = self._shape.page_size
+        blocks = self._windows.of(group, self._kv_indices // page_size)
+        kv_indices = blocks * page_size + self._kv_indices % page_size
+        self._keys[number, kv_indices] = as_stored(key, self._shape.dtype)
+        self._values[number, kv_indices] = as_stored(value, self._shape.dtype)
 
     def attend(
         self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
@@ -61,12 +70,14 @@ class ReferenceBackend(TensorCache):
 
     def _gather(self, layer_index: int, block_table: Tensor, kv_length: int) -> tuple[Tensor, Tensor]:
         """-> key and value [L, H, D] in float32, each KV head repeated for its query heads."""
+        group, number = self._shape.place_of(layer_index)
         tokens = torch.arange(kv_length)
         page_size = self._shape.page_size
+        block_table = self._windows.of(group, block_table)
         kv_indices = block_table[tokens // page_size] * page_size + tokens % page_size
         repeats = self._shape.num_heads // self._shape.num_kv_heads
-        key = self._keys[layer_index, kv_indices].float().repeat_interleave(repeats, dim=1)
-        value = self._values[layer_index, kv_indices].float().repeat_interleave(repeats, dim=1)
+        key = self._keys[number, kv_indices].float().repeat_interleave(repeats, dim=1)
+        value = self._values[number, kv_indices].float().repeat_interleave(repeats, dim=1)
         return key, value
 
     @staticmethod

@@ -61,37 +61,47 @@ class TorchBackend(TensorCache):
 
     def __init__(self, shape: KVShape) -> None:
         self._shape = shape
-        self._buckets: dict[tuple[int, int | None], list[_Bucket]] = {}
-        """By the part's id and a layer's window."""
+        self._buckets: dict[tuple[int, int | None, int], list[_Bucket]] = {}
+        """By the part's id, a layer's window and its group."""
 
     def _cache_size(self, num_blocks: int) -> tuple[int, ...]:
         shape = self._shape
-        return (shape.num_layers, shape.num_kv_heads, num_blocks, shape.page_size, shape.head_dim)
+        return (shape.block_layers or shape.num_layers, shape.num_kv_heads, num_blocks, shape.page_size, shape.head_dim)
 
     def plan(self, layout: PagedLayout) -> None:
-        self._kv_indices = layout.kv_indices
         self._staging = layout.staging or DirectStaging(self._shape.device)
         self._layout = layout  # keeps the parts alive: _buckets is keyed by their ids
         parts = layout.parts if layout.prefix is None else (*layout.parts, layout.prefix)
+        shape = self._shape
+        kinds = {(shape.scores_of(index).window, shape.place_of(index).group) for index in range(shape.num_layers)}
         self._buckets = {
-            (id(part), window): self._make_buckets(part, tokens_after(layout, part), window)
+            (id(part), window, group): self._make_buckets(part, tokens_after(layout, part), window, group)
             for part in parts
-            for window in self._shape.windows
+            for window, group in kinds
         }
+        self._kv_indices = {group: self._indices_of(group, layout.kv_indices) for _, group in kinds}
+
+    def _indices_of(self, group: int, kv_indices: Tensor) -> Tensor:
+        """kv indices, where the group's blocks are."""
+        if group == 0:
+            return kv_indices
+        page_size = self._shape.page_size
+        return self._windows.of(group, kv_indices // page_size) * page_size + kv_indices % page_size
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         shape = self._shape
+        group, number = shape.place_of(layer_index)
         keys, values = (
-            cache[layer_index].view(shape.num_kv_heads, -1, shape.head_dim) for cache in (self._keys, self._values)
+            cache[number].view(shape.num_kv_heads, -1, shape.head_dim) for cache in (self._keys, self._values)
         )
         if uses_triton(shape.device, "attention"):
             from tokasaurus.model.attention import triton_kernels
 
             by_token = keys.transpose(0, 1), values.transpose(0, 1)
-            triton_kernels.write_kv(*by_token, key, value, self._kv_indices, shape.page_size)
+            triton_kernels.write_kv(*by_token, key, value, self._kv_indices[group], shape.page_size)
             return
         for tokens, new in ((keys, key), (values, value)):
-            tokens[:, self._kv_indices] = as_stored(new.transpose(0, 1), tokens.dtype)
+            tokens[:, self._kv_indices[group]] = as_stored(new.transpose(0, 1), tokens.dtype)
 
     def attend(
         self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
@@ -101,9 +111,10 @@ class TorchBackend(TensorCache):
         scores = self._shape.scores_of(layer_index)
         if part is self._layout.prefix:  # sinks count once
             scores = scores._replace(sinks=None)
-        for bucket in self._buckets[id(part), scores.window]:
+        group, number = self._shape.place_of(layer_index)
+        for bucket in self._buckets[id(part), scores.window, group]:
             rows = bucket.rows.flatten()[bucket.valid]
-            bucket_output, bucket_lse = self._attend_bucket(query[bucket.rows], layer_index, bucket, scores)
+            bucket_output, bucket_lse = self._attend_bucket(query[bucket.rows], number, bucket, scores)
             output[rows] = bucket_output.flatten(0, 1)[bucket.valid].to(output.dtype)
             lse[rows] = bucket_lse.flatten(0, 1)[bucket.valid]
         return output, lse
@@ -115,13 +126,13 @@ class TorchBackend(TensorCache):
             return triton_kernels.merge_partial(first, second, output)
         return merge_partial(first, second, output)
 
-    def _attend_bucket(self, query: Tensor, layer_index: int, bucket: _Bucket, how: Scores) -> tuple[Tensor, Tensor]:
-        """query [S, Q, H, D] -> output [S, Q, H, D] and lse [S, Q, H], both float32."""
+    def _attend_bucket(self, query: Tensor, place: int, bucket: _Bucket, how: Scores) -> tuple[Tensor, Tensor]:
+        """query [S, Q, H, D] -> output [S, Q, H, D] and lse [S, Q, H], both float32. place: of the layer in a block."""
         num_segments, num_rows, num_heads, head_dim = query.shape
         num_kv_heads = self._shape.num_kv_heads
         group = num_heads // num_kv_heads
         key, value = (
-            cache[layer_index].index_select(1, bucket.block_table).view(num_kv_heads * num_segments, -1, head_dim)
+            cache[place].index_select(1, bucket.block_table).view(num_kv_heads * num_segments, -1, head_dim)
             for cache in (self._keys, self._values)
         )
         # [S, Q, K, G, D] -> [K, S, G, Q, D] -> [K * S, G * Q, D]
@@ -150,7 +161,7 @@ class TorchBackend(TensorCache):
             lse.permute(1, 3, 0, 2).reshape(num_segments, num_rows, num_heads),
         )
 
-    def _make_buckets(self, part: PagedPart, after: Tensor, window: int | None) -> list[_Bucket]:
+    def _make_buckets(self, part: PagedPart, after: Tensor, window: int | None, group: int) -> list[_Bucket]:
         """Sort segments by length, longest first; a bucket's shortest is at least half as long as its longest.
 
         after: as of tokens_after. window: segments are as long as their rows' windows together."""
@@ -170,12 +181,12 @@ class TorchBackend(TensorCache):
                 longest, shortest = max(longest, length), min(shortest, length)
                 is_similar = 2 * rows >= max_rows and longest <= 2 * shortest
                 if not is_similar or not self._fits((len(members) + 1) * longest, max_rows):
-                    buckets += self._pad(part, members, starts, lengths, after, window)
+                    buckets += self._pad(part, members, starts, lengths, after, window, group)
                     members = []
             if not members:
                 max_rows, longest, shortest = rows, length, length
             members.append(segment)
-        return buckets + self._pad(part, members, starts, lengths, after, window)
+        return buckets + self._pad(part, members, starts, lengths, after, window, group)
 
     def _fits(self, num_tokens: int, num_rows: int) -> bool:
         """num_tokens: of KV in a bucket, with padding. num_rows: of each of its segments."""
@@ -191,6 +202,7 @@ class TorchBackend(TensorCache):
         lengths: list[int],
         after: Tensor,
         window: int | None,
+        group: int,
     ) -> list[_Bucket]:
         """One bucket of these segments, or several of consecutive rows if one segment alone has too many scores."""
         staging = self._staging
@@ -220,7 +232,7 @@ class TorchBackend(TensorCache):
             # A padding row sees one token, so that its softmax is finite; its result is dropped.
             visible = visible.masked_fill(~is_row, 1)
             num_blocks = -(-int(visible.max()) // self._shape.page_size)  # early rows of a long prefill see few tokens
-            table = padded_tables(part, index, num_blocks, staging, first_blocks)
+            table = self._windows.of(group, padded_tables(part, index, num_blocks, staging, first_blocks))
             valid = is_row.flatten().nonzero().squeeze(1)
             on_device = [staging.to_device(x.numpy()) for x in (rows, valid, visible)]
             buckets.append(_Bucket(table, *on_device, seen_from))  # type: ignore[call-arg]

@@ -150,7 +150,8 @@ class LayerScoresStruct(ctypes.Structure):
 
     _fields_ = (
         *(("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("window", ctypes.c_int64)),
-        ("sinks", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("sinks", "blocks")),
+        ("place", ctypes.c_int64),
     )
 
 
@@ -302,7 +303,7 @@ class Kernels:
         ]
         self._library.toka_merge.argtypes = [integer, *(pointer,) * 5, integer, integer]
         self._library.toka_write_kv.argtypes = [
-            *(integer, integer, pointer, pointer, integer, integer, pointer, integer, pointer, *(integer,) * 3)
+            *(integer, integer, pointer, pointer, integer, integer, pointer, integer, pointer, pointer, *(integer,) * 3)
         ]
         self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 8]
         self._library.toka_decode_step.argtypes = [pointer]
@@ -371,8 +372,11 @@ class Kernels:
         )
         return output
 
-    def write_kv(self, key: Tensor, value: Tensor, kv_indices: Tensor, cache: Tensor, page_size: int) -> None:
-        """Write key and value [T, K, D], any row stride, into one layer's cache at kv_indices, int64 [T]."""
+    def write_kv(
+        self, key: Tensor, value: Tensor, kv_indices: Tensor, cache: Tensor, page_size: int, blocks: int | None = None
+    ) -> None:
+        """Write key and value [T, K, D], any row stride, into one layer's cache at kv_indices, int64 [T]. blocks: as in
+        LayerScores."""
         num_tokens, num_kv_heads, head_dim = key.shape
         assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         self._library.toka_write_kv(
@@ -384,7 +388,7 @@ class Kernels:
                 key.stride(0),
                 value.stride(0),
             ),
-            *(kv_indices.data_ptr(), num_tokens, cache.data_ptr()),
+            *(kv_indices.data_ptr(), num_tokens, cache.data_ptr(), blocks),
             *(num_kv_heads, head_dim, page_size),
         )
 

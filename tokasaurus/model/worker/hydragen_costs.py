@@ -346,6 +346,8 @@ class _Trial:
         self._layer = 0
         self._num_written = Counter[int]()  # blocks written in each layer
         self._own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
+        # Those that see all tokens, whose blocks are the tables'.
+        self._layers = [index for index in range(shape.num_layers) if shape.place_of(index).group == 0]
 
     def times(self, rows_of_size: Mapping[int, int], prefix_lengths: list[int], before: Times) -> Times:
         """Times of rounds in which every size and length has its turn, alone and in groups, added to those before.
@@ -371,7 +373,7 @@ class _Trial:
             for (size, length, in_groups), layout in layouts.items():
                 # Another layer each time, as in a forward: the last one's data is in the processor's cache.
                 self._layer += 1
-                layer = self._layer % num_layers[size, length]
+                layer = self._layers[self._layer % num_layers[size, length]]
                 yield (size, length, bool(in_groups)), self._time(queries[size], layer, layout)
 
         for _ in one_round():  # loads code, and lets threads start
@@ -395,7 +397,7 @@ class _Trial:
         num_layers = self._prepare_layers(group_size, num_rows, prefix_length)
         size = num_rows, shape.num_heads, shape.head_dim
         query = torch.zeros(size, dtype=shape.query_dtype, device=shape.device)
-        times = [self._time(query, index % num_layers, alone) for index in range(1 + _MIN_ROUNDS)]
+        times = [self._time(query, self._layers[index % num_layers], alone) for index in range(1 + _MIN_ROUNDS)]
         return statistics.median(times[1:]) / (num_rows * (prefix_length + _NUM_OWN_TOKENS))
 
     def _prepare_layers(self, group_size: int, num_rows: int, prefix_length: int) -> int:
@@ -405,9 +407,9 @@ class _Trial:
         """
         shape = self._shape
         num_blocks = num_rows // group_size * (prefix_length // shape.page_size) + num_rows * self._own_blocks
-        layer_bytes = num_blocks * shape.bytes_per_block // shape.num_layers
-        num_layers = min(shape.num_layers, -(-_COLD_BYTES // layer_bytes))
-        for layer in range(num_layers):
+        layer_bytes = num_blocks * shape.bytes_per_block // (shape.block_layers or shape.num_layers)
+        num_layers = min(len(self._layers), -(-_COLD_BYTES // layer_bytes))
+        for layer in self._layers[:num_layers]:
             num_written = self._num_written[layer]
             if num_written < num_blocks:
                 self._write_zeros(layer, 1 + num_written, 1 + num_blocks)

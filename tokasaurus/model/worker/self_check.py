@@ -33,6 +33,7 @@ from tokasaurus.model.attention.backend import (
     PagedPart,
     RecordableBackend,
     RecordedMemory,
+    allocate_apart,
     as_stored,
 )
 from tokasaurus.model.attention.block_lists import as_in_steps, in_recorded
@@ -300,7 +301,7 @@ def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[Mea
     of_windows = {window: _window_forwards(window, *sizes) for window in shape.windows if window is not None}
     contexts = (context for each in (forwards, *of_windows.values()) for one in each for context in one.contexts)
     longest = max(len(context.blocks) for context in contexts)
-    backend.allocate(num_blocks + 1)
+    allocate_apart(backend, shape, num_blocks + 1)
     memory = None
     if isinstance(backend, RecordableBackend):
         memory = backend.prepare_recording(len(_DECODE_TOKENS), max(longest, num_blocks))
@@ -328,7 +329,9 @@ def _measure_layer(
     """large_block: the last block, for windows to end before it. memory: what recorded forwards read."""
     tolerance = max(TOLERANCES[shape.dtype], TOLERANCES[shape.query_dtype])
     one = slice(layer, layer + 1)
-    one_layer = replace(shape, num_layers=1, layers=shape.layers[one], sinks=shape.sinks[one])
+    one_layer = replace(
+        shape, num_layers=1, layers=shape.layers[one], sinks=shape.sinks[one], places=(), num_groups=0, block_layers=0
+    )
     oracle = ReferenceBackend(replace(one_layer, dtype=torch.float32, activation_dtype=torch.float32, device=_CPU))
     oracle.allocate(large_block + 1)
     indices = torch.arange(shape.page_size, (large_block + 1) * shape.page_size)
@@ -495,7 +498,7 @@ def measure_layers(
     paused = nullcontext if compiler is None else compiler.paused
     num_blocks, forwards = _layer_forwards(shape.page_size)
     with torch.inference_mode(False):  # as a start allocates it: compiled layers are made for such a cache
-        backend.allocate(num_blocks)
+        allocate_apart(backend, shape, num_blocks)
     for seed, forward in enumerate(forwards):
         num_rows = len(forward.positions)
         padding = padded_count(num_rows, token_multiple) - num_rows

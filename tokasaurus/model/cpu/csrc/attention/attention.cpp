@@ -43,15 +43,16 @@ TOKA_EXPORT void toka_attend_layout(int64_t activation_type, const void* query, 
 }
 
 // key, value: [num_tokens, kv heads, head_dim] of activation_type, rows key_stride and value_stride elements apart.
-// cache: one layer, of cache_type.
+// cache: one layer, of cache_type. blocks: as in LayerScores.
 TOKA_EXPORT void toka_write_kv(int64_t activation_type, int64_t cache_type, const void* key, const void* value,
                                int64_t key_stride, int64_t value_stride, const int64_t* kv_indices, int64_t num_tokens,
-                               void* cache, int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
+                               void* cache, const int32_t* blocks, int64_t num_kv_heads, int64_t head_dim,
+                               int64_t page_size) {
   dispatch_cache_type(cache_type, [&](auto cache_tag) {
     dispatch_activation_type(activation_type, [&](auto tag) {
       typedef TypeOf<decltype(cache_tag)> Stored;
       typedef TypeOf<decltype(tag)> Element;
-      const CacheLayer<Stored> layer{(Stored*)cache, num_kv_heads, head_dim, page_size};
+      const CacheLayer<Stored> layer{(Stored*)cache, num_kv_heads, head_dim, page_size, blocks};
       for (int64_t token = 0; token < num_tokens; ++token)
         layer.write(kv_indices[token], (const Element*)key + token * key_stride,
                     (const Element*)value + token * value_stride);

@@ -43,7 +43,7 @@ void LayoutAttention<Stored>::run(int64_t layer) {
     for (const Problem<Stored>& problem : problems_) work.push_back(partition_work(problem));
   for (size_t i = 0; i < problems_.size(); ++i) {
     const PhaseTimer timer(i == 0 && forward_.prefix != nullptr ? kPrefixAttention : kAttention);
-    problems_[i].cache = (const Stored*)forward_.cache + layer * forward_.layer_size;
+    problems_[i].cache = (const Stored*)forward_.cache + scores.place * forward_.layer_size;
     attend(problems_[i], work[i], partial_);
   }
 }

@@ -10,7 +10,7 @@
 // from backend.PagedLayout.
 struct PagedForward {
   int64_t cache_type;  // an ElementType
-  void* cache;         // [layers][blocks]..., layers layer_size elements apart
+  void* cache;         // [places of layers][blocks]..., places layer_size elements apart
   int64_t layer_size, page_size;
   const int64_t* kv_indices;
   const PagedPart* parts;

@@ -84,6 +84,10 @@ struct LayerScores {
   double scale, softcap;  // softcap: 0 for none
   int64_t window;      // 0 for none; negative: a row sees the tokens of its chunk of -window, which no part begins in
   const float* sinks;  // [H], a score of each query head whose value is zero; null for none
+  // Where the layer's keys and values are: in the block that `blocks` names for a block of a table, or in that block
+  // itself if null; and there as layer number `place`.
+  const int32_t* blocks;
+  int64_t place;
 };
 
 // scores[0..count) -> softcap * tanh(scale * score / softcap). count: a multiple of kGroup.
@@ -162,6 +166,9 @@ struct Problem {
     for (int64_t d = 0; d < head_dim; d += kLanes) store(to + d, load(result + d));
   }
 
+  // The block of the cache that has the layer's keys and values of a table's block.
+  int64_t stored_in(int32_t block) const { return scores.blocks == nullptr ? block : scores.blocks[block]; }
+
   // The chunk that starts at token `start`, for the partition's first KV head.
   ChunkGroups<Stored> chunk(const Partition& partition, int start, int num_tokens) const {
     const int32_t* table = part.block_table + partition.segment * part.table_stride;
@@ -169,7 +176,7 @@ struct Problem {
     chunk.num_groups = std::min(num_tokens, partition.kv_end - start + kGroup - 1) / kGroup;
     for (int g = 0; g < chunk.num_groups; ++g) {
       const int token = start + g * kGroup;
-      const int64_t block = table[token / shape.page_size];
+      const int64_t block = stored_in(table[token / shape.page_size]);
       const Stored* head = cache + (block * shape.num_kv_heads + partition.kv_head) * head_size();
       set_group(chunk, g, head, token % shape.page_size);
     }

@@ -55,7 +55,7 @@ class UnitIterator {
  private:
   void find_block() {
     head_ = 0;
-    stored_ = first_ + *block_ * problem_.shape.num_kv_heads * problem_.head_size();
+    stored_ = first_ + problem_.stored_in(*block_) * problem_.shape.num_kv_heads * problem_.head_size();
   }
 
   const Problem<Stored>& problem_;

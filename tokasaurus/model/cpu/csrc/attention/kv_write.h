@@ -14,11 +14,12 @@ struct CacheLayer {
 
   Stored* cache;
   int64_t num_kv_heads, head_dim, page_size;
+  const int32_t* blocks;  // as in LayerScores
 
   // What a block stores for a KV head.
   Stored* block_of(int64_t kv_index, int64_t head) const {
-    const int64_t size = page_size * (2 * head_dim + kScaleElements<Stored>);
-    return cache + (kv_index / page_size * num_kv_heads + head) * size;
+    const int64_t size = page_size * (2 * head_dim + kScaleElements<Stored>), block = kv_index / page_size;
+    return cache + ((blocks == nullptr ? block : blocks[block]) * num_kv_heads + head) * size;
   }
 
   // The key group of a token; its value group starts page_size * head_dim elements later.

@@ -177,8 +177,9 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
   std::fill(attended, inner, Element{});  // padding rows are in no part
   for (int64_t index = 0; index < num_layers; ++index) {
     const PackedLayer& layer = layers[index];
-    const CacheLayer<Stored> cache{(Stored*)forward.cache + index * forward.layer_size, shape.num_kv_heads,
-                                   shape.head_dim, shape.page_size};
+    const LayerScores& scores = forward.scores[index];
+    const CacheLayer<Stored> cache{(Stored*)forward.cache + scores.place * forward.layer_size, shape.num_kv_heads,
+                                   shape.head_dim, shape.page_size, scores.blocks};
     const auto adapters = [&](const LowRank* table) {
       return RowAdapters{table, table == nullptr ? nullptr : row_adapters};
     };
