@@ -187,7 +187,7 @@ class StartupReport:
         self.server_ready_s = time.perf_counter()
 
     def _show_ready(self, limits: EngineLimits) -> None:
-        num_tokens = limits.num_kv_blocks * limits.page_size
+        num_tokens = limits.num_kv_tokens
         if limits.limited_by == "kv_cache_num_tokens":
             self.show_detail(
                 "context",

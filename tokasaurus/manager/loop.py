@@ -285,6 +285,7 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
         num_routed_experts=limits[0].num_routed_experts,
         no_routed_experts=limits[0].no_routed_experts,
         no_adapters=limits[0].no_adapters,
+        windows=limits[0].windows,
     )
 
 

@@ -42,6 +42,11 @@ _GAUGES = [
     ),
     ("toka_kv_blocks", "num_kv_blocks_total", "KV blocks that sequences may use."),
     (
+        "toka_kv_blocks_of_windows",
+        "num_kv_blocks_of_windows",
+        "The part of toka_kv_blocks_used that layers with windows use: blocks of their own, which are given back.",
+    ),
+    (
         "toka_kv_blocks_cached",
         "num_kv_blocks_cached",
         "KV blocks of cached prefixes that no sequence uses; they stay until their memory is needed. The "

@@ -159,7 +159,7 @@ def _report_to(channel: Connection) -> StartupReport:
             super().note_ready(message, is_server)
             if self.is_ready and not was_ready:
                 assert self.limits is not None, "a replica is ready"
-                tokens = self.limits.num_kv_blocks * self.limits.page_size * self.num_replicas
+                tokens = self.limits.num_kv_tokens * self.num_replicas
                 channel.send(Serving(self.model, tokens))
 
         def show_summary(self) -> None:

@@ -20,7 +20,7 @@ from tests.manager.helpers.engine_driver import (
 )
 from tests.manager.helpers.kv_usage_replay import copy_state, replay_usage
 from tests.manager.helpers.requests import Shape, make_request, make_requests
-from tests.manager.helpers.strategies import CACHE_SALTS, random_shape
+from tests.manager.helpers.strategies import CACHE_SALTS, WINDOWS, random_shape
 from tokasaurus.manager.engine import admission
 from tokasaurus.manager.engine.admission import (
     MAX_STEPS_BLOCKED,
@@ -114,6 +114,28 @@ def test_no_sequence_is_preempted_when_lengths_are_known(shapes, options, seed, 
     num_alone = -(-longest // options.limits.page_size)
     share = options.config.spec_allocation_target_kv_cache_utilization
     most = max(num_alone, int(share * options.limits.num_kv_blocks))
+    while requests or driver.queue:
+        driver.step([requests.pop(0) for _ in range(driver.rng.randint(0, 2)) if requests], driver.rng.randint(0, 2))
+        assert driver.state.blocks.num_used <= most
+    assert driver.state.totals.preemptions == 0
+    driver.assert_nothing_is_left()
+
+
+@examples(180)
+@given(shapes=shapes_strategy, options=options_strategy, seed=st.integers(0, 2**32), windows=st.sampled_from(WINDOWS))
+def test_no_sequence_is_preempted_though_layers_with_windows_give_blocks_back(shapes, options, seed, windows):
+    num_blocks, page_size = options.limits.num_kv_blocks, options.limits.page_size
+    limits = make_options(num_blocks, page_size, windows=windows).limits
+    driver = make_quick_driver(dataclasses.replace(options, limits=limits), seed)
+    requests = make_requests(shapes, limits)
+    share, most_at_once = (
+        options.config.spec_allocation_target_kv_cache_utilization,
+        options.config.max_tokens_per_forward,
+    )
+    most = int(share * limits.num_kv_blocks)
+    for request in requests:
+        num_pages = -(-(len(request.prompt_ids) + request.max_new_tokens - 1) // page_size)
+        most = max(most, num_pages + windows.num_groups * min(num_pages, windows.num_held(page_size, most_at_once)))
     while requests or driver.queue:
         driver.step([requests.pop(0) for _ in range(driver.rng.randint(0, 2)) if requests], driver.rng.randint(0, 2))
         assert driver.state.blocks.num_used <= most

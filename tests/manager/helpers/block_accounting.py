@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import numpy as np
+
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Phase, Sequence
@@ -37,8 +39,8 @@ def path_of(state: EngineState, sequence: Sequence) -> list[PrefixNode]:
 
 
 def assert_each_block_has_one_owner(state: EngineState) -> None:
-    """Every block is free, in the tree, or owned by exactly one sequence; the block counters are right; and every
-    slot is free or runs exactly one sequence."""
+    """Every block is free, in the tree, owned by exactly one sequence, or in the set of a block of tokens; the block
+    counters are right; and every slot is free or runs exactly one sequence."""
     blocks, tree = state.blocks, state.blocks.tree
     running = [sequence for sequence in state.slots.sequences if sequence is not None]
     nodes = tree_nodes(state)
@@ -55,7 +57,8 @@ def assert_each_block_has_one_owner(state: EngineState) -> None:
     cached = [block for node in nodes for block in node.blocks.tolist()]
     free = blocks.allocate(blocks.num_free)
     blocks.free(free)
-    assert sorted([*free.tolist(), *own, *cached]) == list(range(1, blocks.num_blocks + 1))
+    sets, num_held = _check_windows(state, running, {*own, *cached})
+    assert sorted([*free.tolist(), *own, *cached, *sets]) == list(range(1, blocks.num_blocks + 1))
 
     num_cached_in_use = 0
     for node in nodes:
@@ -64,9 +67,36 @@ def assert_each_block_has_one_owner(state: EngineState) -> None:
         assert tree.arrays.parents[node.index] == node.parent.index
         num_cached_in_use += len(node.blocks) if users[node.index] else 0
     assert tree.num_blocks == len(cached)
-    assert blocks.num_used == len(own) + num_cached_in_use
+    assert blocks.num_used == len(own) + num_cached_in_use + num_held
     assert blocks.num_available == blocks.num_blocks - blocks.num_used
     _assert_each_sequence_is_in_one_queue(state, running)
+
+
+def _check_windows(state: EngineState, running: list[Sequence], blocks: set[int]) -> tuple[list[int], int]:
+    """No layer with a window keeps tokens that nobody can read. blocks: of tokens. Returns the blocks of all groups
+    with windows, and how many of them are held."""
+    windows, slots, page_size = state.blocks.windows, state.slots, state.options.limits.page_size
+    if windows is None:
+        return [], 0
+    holders: Counter[int] = Counter()
+    for sequence in running:
+        table, first = block_table(state, sequence), int(slots.first_held[sequence.slot])
+        num_tokens = int(slots.num_kv_tokens[sequence.slot])
+        assert first == max(0, int(windows.groups.first_seen(num_tokens + 1))) // page_size
+        holders.update(table[first:])
+        end = -(-num_tokens // page_size)
+        if sequence.is_open:
+            assert windows.are_there(np.array(table[first:end], np.int32)).all(), "a step lacks what it sees"
+    assert windows.num_holders.nonzero()[0].tolist() == sorted(holders)
+    assert all(windows.num_holders[block] == number for block, number in holders.items())
+    there = np.flatnonzero(windows._sets[:, 0])
+    assert set(there.tolist()) <= blocks, "of no token"
+    is_held = windows.num_holders[there] > 0
+    assert windows.is_wanted[there[~is_held]].all(), "nobody reads it"
+    assert windows.num_unheld_blocks == int((~is_held).sum()) * windows.groups.num_groups
+    assert windows.num_held == int(is_held.sum())
+    num_held = int(is_held.sum()) * windows.groups.num_groups
+    return windows._sets[there].reshape(-1).tolist(), num_held
 
 
 def _assert_each_sequence_is_in_one_queue(state: EngineState, running: list[Sequence]) -> None:
@@ -75,7 +105,13 @@ def _assert_each_sequence_is_in_one_queue(state: EngineState, running: list[Sequ
     assert sorted([*busy, *state.slots.free]) == list(range(1, state.options.num_slots + 1))
     assert slots.is_running.nonzero()[0].tolist() == sorted(busy)
     waiting = queues.first_waiting(10**6)
-    open_requests = [samples for samples in state.unfinished.values() if not state.adapters.is_held(samples)]
+    # Of requests whose adapter's turn has come, the next round queues the sequences.
+    unqueued = state.adapters._released
+    open_requests = [
+        samples
+        for samples in state.unfinished.values()
+        if not state.adapters.is_held(samples) and samples not in unqueued
+    ]
     unfinished = [sequence for samples in open_requests for sequence in samples.sequences]
     awaiting_grammar = [
         one for one in unfinished if one.phase is Phase.WAITING and one.has_grammar and one.grammar_matcher is None

@@ -36,7 +36,7 @@ from tokasaurus.messages.commands import (
 )
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest, SequenceDelta
-from tokasaurus.messages.status import EngineLimits
+from tokasaurus.messages.status import EngineLimits, WindowGroups
 from tokasaurus.text.grammars import GrammarVocabulary
 
 QUICK_STEP_SECONDS = 0.001
@@ -58,16 +58,21 @@ class EndsNext:
         return np.minimum(num_generated + 1, max_new_tokens)
 
 
-def make_options(num_blocks: int = 20, page_size: int = 4, **changed: Any) -> EngineOptions:
-    """Options of a small engine, which expects every sequence to reach max_new_tokens. changed: flags, and fields of
-    EngineOptions."""
+def make_options(
+    num_blocks: int = 20, page_size: int = 4, windows: WindowGroups | None = None, **changed: Any
+) -> EngineOptions:
+    """Options of a small engine, which expects every sequence to reach max_new_tokens. num_blocks: of tokens; with
+    windows, as many blocks as a sequence of so many needs. changed: flags, and fields of EngineOptions."""
+    max_tokens = num_blocks * page_size
+    if windows is not None:
+        num_blocks = windows.num_blocks(num_blocks, page_size)
     flags = {
         "max_tokens_per_forward": 16,
         "max_seqs_per_forward": 4,
         "use_spec_allocation": False,
     }
     fields: dict[str, Any] = {
-        "limits": EngineLimits(num_blocks, page_size, num_blocks * page_size),
+        "limits": EngineLimits(num_blocks, page_size, max_tokens, windows=windows),
         "eos_ids": frozenset({EOS_ID}),
         "decode_text": decode_text,
         "prompt_tail": prompt_tail,

@@ -2,7 +2,8 @@
 
 It stores token ids in paged memory, where a model stores keys and values, and draws each token from a hash of all
 tokens that it reads back through the block table. A block given to two sequences, a block table that is too short, or a
-chunk that is skipped or sent twice trips an assertion or changes the tokens.
+chunk that is skipped or sent twice trips an assertion or changes the tokens. Layers with windows store the same tokens
+in their own blocks of the same memory, and read those that they see.
 """
 
 import contextlib
@@ -54,6 +55,10 @@ class FakeWorker:
         """Digests by number."""
         self.adapters_of_tokens = np.full((limits.num_kv_blocks + 1, limits.page_size), "", dtype="U8")
         """The adapter with which each token's KV was computed."""
+        self.groups_of_tokens = np.zeros((limits.num_kv_blocks + 1, limits.page_size), np.int64)
+        """The group of layers that wrote each token last; 0: those that see all tokens."""
+        self.window_blocks: dict[int, list[int]] = {}
+        """By block of tables: those of the groups with windows."""
         self.slots: dict[int, FakeSlot] = {}
         self.opened: list[tuple[int, int]] = []
         """Key of each opening of a slot, in order."""
@@ -98,6 +103,7 @@ class FakeWorker:
         asked = False
         prompt_logprobs = FakePromptLogprobs(message)
         masks = read_masks(message)
+        starts = {slot_id: self.slots[slot_id].position for slot_id, _ in rows}
         for row, (slot_id, num_tokens) in enumerate(rows):
             slot = self.slots[slot_id]
             if row < message.num_decode:
@@ -128,6 +134,8 @@ class FakeWorker:
             assert slot.want_logprobs or not slot.num_top
             self.num_sampled[slot.key] = self.num_sampled.get(slot.key, 0) + 1
         assert not masks, "a mask without a row"
+        for slot_id, start in starts.items():  # once all rows have written
+            self._see_windows(self.slots[slot_id], start)
         return ForwardOutput(
             message.step_id,
             np.array(token_ids, np.int32),
@@ -142,6 +150,9 @@ class FakeWorker:
         for number, digest in changes.adapters:
             assert number > 0
             self.adapters[number] = digest
+        if changes.windows is not None:
+            placed = zip(changes.windows.blocks.tolist(), changes.windows.own.tolist(), strict=True)
+            self.window_blocks.update(placed)
         for slot_id in changes.closed.tolist():
             del self.slots[slot_id]
         if changes.opened is not None:
@@ -231,24 +242,47 @@ class FakeWorker:
         written = set(slot.block_table[first // page_size : -(-end // page_size)])
         for other in self.slots.values():
             # A sequence that shares a block reads it, so it must not run before the block is written.
-            if other is not slot and other.has_run:
+            if other is not slot and other.has_run and self.limits.windows is None:
                 assert not written & set(other.block_table), "writes a block that another sequence reads"
         if not slot.has_run:
             cached = slot.block_table[: slot.first_write // page_size]
             self.read_from.update((slot.seed, self.writers[block]) for block in cached)
             slot.has_run = True
         self.writers.update(dict.fromkeys(written, slot.seed))
+        others = [other for other in self.slots.values() if other is not slot and other.has_run]
+        shared = {block for other in others for block in other.block_table} & set(slot.block_table)
+        first_of_others = page_size * sum(block in shared for block in slot.block_table)
         for position, token in enumerate(tokens, slot.position):
-            kv_index = slot.block_table[position // page_size], position % page_size
+            block, offset = slot.block_table[position // page_size], position % page_size
+            kv_index = block, offset
             if position >= slot.first_write:
-                self.memory[kv_index] = token
-                self.adapters_of_tokens[kv_index] = slot.adapter
+                if position < first_of_others:
+                    assert self.memory[kv_index] == token, "changes what another sequence reads"
+                own = self.window_blocks[block] if self.limits.windows is not None else []
+                assert 0 not in own
+                for group, place in enumerate([block, *own]):
+                    self.memory[place, offset] = token
+                    self.groups_of_tokens[place, offset] = group
+                    self.adapters_of_tokens[place, offset] = slot.adapter
             assert self.memory[kv_index] == token, "a position that is not written must already have its token"
         slot.position = self.computed_ranges[slot.key][-1][1] = end
         adapters = self.adapters_of_tokens[slot.block_table].reshape(-1)[:end]
         assert (adapters == slot.adapter).all(), "reads KV of another adapter"
+        assert not self.groups_of_tokens[slot.block_table].reshape(-1)[:end].any(), "a layer with a window was here"
         token_ids: list[int] = self.memory[slot.block_table].reshape(-1)[:end].tolist()
         return token_ids
+
+    def _see_windows(self, slot: FakeSlot, start: int) -> None:
+        """What layers with windows see of a row whose first token in this step is at `start`."""
+        windows, page_size = self.limits.windows, self.limits.page_size
+        if windows is None:
+            return
+        for position in range(int(windows.first_seen(start + 1)), slot.position):
+            block, offset = slot.block_table[position // page_size], position % page_size
+            for group, place in enumerate(self.window_blocks[block], 1):
+                assert self.memory[place, offset] == self.memory[block, offset], "sees another token"
+                assert self.groups_of_tokens[place, offset] == group, "sees another layer's keys"
+                assert self.adapters_of_tokens[place, offset] == slot.adapter, "sees KV of another adapter"
 
 
 def top_of_rows(token_ids: list[int], logprobs: list[float], counts: list[int]) -> TopOfRows | None:

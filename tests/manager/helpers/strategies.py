@@ -9,11 +9,13 @@ from tests.manager.helpers.fake_grammars import VOCAB_SIZE
 from tests.manager.helpers.requests import Shape
 from tests.manager.helpers.simulation import decode_text
 from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions
+from tokasaurus.messages.status import WindowGroups
 from tokasaurus.text.stop_strings import StopTokens
 
 STOP_TOKENS = StopTokens([decode_text([token_id]) for token_id in range(VOCAB_SIZE)])
 STOP_STRINGS = [(), (), ("ab",), ("éa", "cc"), ("abc", "bcab", "é"), ("abababab", "b")]
 CACHE_SALTS = ["", "", "", "x"]
+WINDOWS = [WindowGroups(1, 4), WindowGroups(2, 1), WindowGroups(1, 9), WindowGroups(5, 6), WindowGroups(2, -6)]
 ADAPTERS = ["", "", "a0", "a1", "a2", "a3"]
 """Digests; of more adapters than have a number at a time."""
 
@@ -50,6 +52,7 @@ varied_options = {
     "hydragen": st.sampled_from([None, HydragenOptions(2, 1), HydragenOptions(3, 2)]),
     "num_microbatches": st.sampled_from([1, 1, 2, 5]),
     "max_loras": st.sampled_from([1, 2, 3]),
+    "windows": st.sampled_from([None, None, None, *WINDOWS]),
 }
 
 shapes_strategy = st.lists(
@@ -73,6 +76,8 @@ PREDICTIONS: tuple[dict[str, Any], ...] = (
 
 def make_predicting_options(prediction: dict[str, Any], **changed: Any) -> EngineOptions:
     """prediction: flags of the length predictor."""
+    if changed.get("windows") is not None:
+        changed["num_microbatches"] = 1
     return make_options(**prediction, **changed)
 
 

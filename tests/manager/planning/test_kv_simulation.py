@@ -12,8 +12,11 @@ from tokasaurus.manager.planning.kv_simulation import (
     SharedLoads,
     UsageCurve,
     fits_together,
+    join_loads,
     simulate_kv,
+    window_loads,
 )
+from tokasaurus.messages.status import WindowGroups
 
 PAGE_SIZES = st.sampled_from([1, 4, 7, 16])
 SEQUENCES = st.lists(
@@ -101,6 +104,36 @@ def test_two_curves_fit_together_exactly_if_the_peak_of_their_sum_fits(
     assert fits_together(extra_curve, base_curve, peak)
     assert not fits_together(base_curve, extra_curve, peak - 1)
     assert not fits_together(extra_curve, base_curve, peak - 1)
+
+
+@examples(400)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([0, 0, 2, 9]), st.integers(0, 25)), max_size=6),
+    st.sampled_from([WindowGroups(1, 4), WindowGroups(3, 9), WindowGroups(2, -6), WindowGroups(5, 1)]),
+    PAGE_SIZES,
+    st.integers(0, 9),
+)
+def test_what_layers_with_windows_keep_grows_to_the_window_and_stays_until_the_end(
+    sequences, groups, page_size, release_delay
+):
+    loads = make_loads(sequences)
+    kept = window_loads(groups, page_size, loads.num_tokens, loads.start_steps, loads.num_steps)
+
+    curve = simulate_kv(join_loads(loads, kept), make_shared([]), page_size, release_delay)
+
+    most = page_size * groups.num_held(page_size)
+    expected = []
+    for now in range(80):
+        used = 0
+        for tokens, start, steps in sequences:
+            if now <= start + steps + release_delay:
+                in_all = tokens + min(max(now - start, 0), steps)
+                kept_now = min(tokens, most) + min(max(now - start, 0), steps)
+                used += len(range(0, in_all, page_size))
+                used += groups.num_groups * len(range(0, min(kept_now, most), page_size))
+        expected.append(used)
+    assert curve.at(np.arange(80)).tolist() == expected
+    assert curve.peak == max(expected)
 
 
 def test_thousands_of_sequences_over_thousands_of_steps_equal_a_closed_form():

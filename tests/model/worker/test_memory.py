@@ -20,10 +20,11 @@ from tests.helpers.examples import few
 from tests.helpers.limits import read_line
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_byte_tokenizer
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.status import UserError
+from tokasaurus.messages.status import UserError, WindowGroups
 from tokasaurus.model.attention.backend import KVShape
-from tokasaurus.model.buffer_sizes import chunk_sizes, graph_sizes, group_graph_sizes
+from tokasaurus.model.buffer_sizes import chunk_sizes, graph_sizes, group_graph_sizes, places_of, window_groups
 from tokasaurus.model.worker import memory as memory_module
 from tokasaurus.model.worker.memory import (
     BlockBytes,
@@ -218,6 +219,57 @@ def test_an_automatic_cache_counts_the_memory_of_the_replicas_nodes_alone(monkey
     assert num_bytes("", node_gib=99) == (64 - 2 * 2) // 2 * GIB // 4
     asked = 8 * GIB // shape.bytes_per_block * 16
     assert num_bytes(f"kv_cache_num_tokens={asked}", node_gib=9) == 8 * GIB + shape.bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("windows", "groups", "places"),
+    [
+        ([None, None], None, ()),
+        ([9, 9], None, ()),
+        ([9, 9, None, 9, 9], WindowGroups(4, 9), [(1, 0), (2, 0), (0, 0), (3, 0), (4, 0)]),
+        ([None, 5, None, 9, 9], WindowGroups(2, 9), [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0)]),
+        ([None, -4, None], WindowGroups(1, -4), [(0, 0), (1, 0), (0, 1)]),
+        ([None, -4, 9], None, ()),
+    ],
+)
+def test_as_many_layers_have_windows_in_each_group_as_see_all_tokens(
+    windows: list[int | None], groups: WindowGroups | None, places: list[tuple[int, int]]
+) -> None:
+    layers = [
+        AttentionSpec(
+            4, 2, 64, 1.0, **({"chunk": -window} if window is not None and window < 0 else {"window": window})
+        )
+        for window in windows
+    ]
+    assert window_groups(layers) == groups
+    if groups is not None:
+        assert places_of(layers, groups) == tuple(places)
+
+
+def test_each_stage_has_the_groups_of_the_whole_model_in_blocks_of_its_own_size() -> None:
+    layers = [AttentionSpec(4, 2, 64, 1.0, window=None if index % 6 == 5 else 9) for index in range(20)]
+    groups = window_groups(layers)
+    assert groups == WindowGroups(6, 9)
+    for stages in (1, 2, 3, 5, 20):
+        for first in range(0, 20, 20 // stages):
+            places = places_of(layers[first : first + 20 // stages], groups)
+            assert len(set(places)) == len(places)
+            assert all(place.group <= 6 for place in places)
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 40, 512, -6, -16, -40])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_a_sequence_holds_no_more_blocks_than_its_group_allows(window: int, page_size: int) -> None:
+    groups = WindowGroups(3, window)
+    for num_tokens in (1, 5, 16, 33):
+        held = [
+            (start + num_tokens - 1) // page_size - max(0, groups.first_seen(start + 1)) // page_size + 1
+            for start in range(200)
+        ]
+        assert max(held) <= groups.num_held(page_size, num_tokens)
+    for num_blocks in (8, 50, 333):
+        most = groups.max_pages(num_blocks, page_size)
+        assert groups.num_blocks(most, page_size) <= num_blocks < groups.num_blocks(most + 1, page_size)
 
 
 class PretendedCuda:

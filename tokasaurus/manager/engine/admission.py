@@ -12,7 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.engine.kv_forecast import KVForecast, expected_decode_steps, forecast_kv, wanted_prefill_rate
+from tokasaurus.manager.engine.kv_forecast import (
+    KVForecast,
+    expected_decode_steps,
+    forecast_kv,
+    passing_blocks,
+    wanted_prefill_rate,
+)
 from tokasaurus.manager.engine.lifecycle import admit
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixMatch, PrefixNode, PrefixTree
 from tokasaurus.manager.kv_cache.prompt_logprobs import first_position, num_leading
@@ -21,10 +27,13 @@ from tokasaurus.manager.planning.kv_simulation import (
     SharedLoads,
     UsageCurve,
     fits_together,
+    join_loads,
     simulate_kv,
+    window_loads,
 )
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Sequence
+from tokasaurus.messages.status import WindowGroups
 
 Int64Array = NDArray[np.int64]
 
@@ -86,6 +95,9 @@ class Candidates:
     """K waiting sequences, in admission order."""
 
     page_size: int
+    windows: WindowGroups | None
+    max_tokens: int
+    """Prompt tokens of a step at most."""
     num_prompt_tokens: Int64Array
     """[K] tokens to prefill, cached ones included."""
     num_to_compute: Int64Array
@@ -201,7 +213,17 @@ def _num_blocks_still_needed(state: EngineState) -> int:
     slots = np.flatnonzero(arrays.is_running)
     num_kv_tokens = np.maximum(arrays.num_kv_tokens[slots], arrays.num_prefill_tokens[slots])
     num_tokens = num_kv_tokens + expected_decode_steps(state, slots)
-    return int((-(-num_tokens // page_size) - arrays.num_covered_tokens[slots] // page_size).sum())
+    num_pages, num_covered = -(-num_tokens // page_size), arrays.num_covered_tokens[slots] // page_size
+    num_needed = int((num_pages - num_covered).sum())
+    if (windows := state.options.limits.windows) is not None:
+        held, most = arrays.first_held[slots], windows.num_held(page_size)
+        has_computed = arrays.num_kv_tokens[slots] >= arrays.num_prefill_tokens[slots]
+        num_there = np.where(has_computed, np.minimum(num_covered - held, most), 0)
+        num_sets = np.maximum(0, np.minimum(num_pages - held, most) - num_there)
+        num_needed += windows.num_groups * int(num_sets.sum())
+        kept = np.where(has_computed, 0, arrays.num_prefill_tokens[slots] - held * page_size)
+        num_needed += passing_blocks(windows, page_size, kept, state.options.config.max_tokens_per_forward)
+    return num_needed
 
 
 def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecast) -> UsageCurve:
@@ -229,6 +251,18 @@ def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecas
     is_longer = blocks_and_ends[:, 1] >= first_steps
     shared = SharedLoads(blocks_and_ends[is_longer, 0], first_steps[is_longer], blocks_and_ends[is_longer, 1])
     own = SequenceLoads(num_tokens % page_size, prefill.start_steps, num_steps)
+    if (windows := candidates.windows) is not None:
+        own = join_loads(own, window_loads(windows, page_size, own.num_tokens, own.start_steps, num_steps))
+        first_tokens, to_compute = num_tokens[starts], candidates.num_to_compute[starts]
+        firsts = windows.first_seen(first_tokens - to_compute + 1) // page_size
+        num_pages = np.minimum(first_tokens // page_size - firsts, windows.num_held(page_size))
+        # The samples of a prompt see its last tokens, each until its own fill the window.
+        seen_steps = prefill.start_steps + np.minimum(num_steps, abs(windows.window) + page_size)
+        last_seen = np.maximum.reduceat(seen_steps, starts) + kv_forecast.release_delay
+        for num_blocks, last_step in zip((windows.num_groups * num_pages).tolist(), last_seen.tolist(), strict=True):
+            shared = shared.and_blocks(num_blocks, last_step)
+        passing = passing_blocks(windows, page_size, first_tokens - firsts * page_size, candidates.max_tokens)
+        shared = shared.and_blocks(passing, int(prefill.start_steps.max()))
     return simulate_kv(own, shared, page_size, kv_forecast.release_delay)
 
 
@@ -240,7 +274,11 @@ def num_certain_to_fit(state: EngineState, candidates: Candidates, num_blocks: i
 
 def num_obviously_fitting(candidates: Candidates, num_blocks: int) -> int:
     """How many candidates fit into `num_blocks` even if all have their expected length at once and share no blocks."""
-    num_at_end = -(-(candidates.num_prompt_tokens + candidates.decode_steps) // candidates.page_size)
+    page_size, windows = candidates.page_size, candidates.windows
+    num_at_end = -(-(candidates.num_prompt_tokens + candidates.decode_steps) // page_size)
+    if windows is not None:
+        most = windows.num_held(page_size, candidates.max_tokens)
+        num_at_end += windows.num_groups * np.minimum(num_at_end, most)
     return int(np.searchsorted(np.cumsum(num_at_end), num_blocks, side="right"))
 
 
@@ -299,7 +337,9 @@ def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
     first_positions[[sample_group.start for sample_group in sample_groups]] = [
         sample_group.first_position for sample_group in sample_groups
     ]
-    return Candidates(page_size, num_prompt_tokens, num_prompt_tokens - first_positions, decode_steps, sample_groups)
+    max_step_tokens = state.options.config.max_tokens_per_forward * state.options.num_microbatches
+    fixed = page_size, state.options.limits.windows, max_step_tokens
+    return Candidates(*fixed, num_prompt_tokens, num_prompt_tokens - first_positions, decode_steps, sample_groups)
 
 
 class _CachedPrompt(NamedTuple):
@@ -345,6 +385,8 @@ def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[Samp
         path = [(next(new_nodes), num_new)] if num_new else []
         path += _path_of_match(tree, match)
         start = min(num_cached * page_size, num_tokens - 1)
+        if state.blocks.windows is not None:
+            start = state.blocks.windows.start(tree.blocks_on_path(match), start)
         sample_groups.append(SampleGroup(index, match, start, num_cached, path))
     return sample_groups
 
@@ -381,6 +423,8 @@ def _share(state: EngineState, sequences: list[Sequence], prompts: list[_CachedP
                 reserved_num_top, cached, new, sequence.request.num_top_prompt_logprobs
             )
             start = first_position(num_with_logprobs, page_size)
+        if state.blocks.windows is not None and not scratch_match.num_blocks:
+            start = state.blocks.windows.start(tree.blocks_on_path(match), start)
         if len(new):
             node = scratch_tree.insert(node, rest[scratch_match.num_blocks * block_bytes :], new, branch)
         found.append((index, start, num_cached, match, node))

@@ -367,6 +367,11 @@ def _step_of(state: EngineState, microbatch: int) -> ForwardInput | None:
             for sequence in prefilling_of(state, microbatch)
         )
         chunks = split_prefill(prompts, budget, prefill_time(state, ready))
+        if state.blocks.windows is not None:
+            fitting = fit_windows(state, microbatch, ready, chunks)
+            if fitting is None:
+                return _step_of(state, microbatch)
+            chunks = fitting
     if not chunks:
         decoding = slots_of(state, microbatch, state.queues.decoding())
         if not num_decoding or _is_better_later(state, ready, decoding):
@@ -406,6 +411,37 @@ def make_room(state: EngineState, microbatch: int = 0) -> NDArray[np.int64]:
     return ready
 
 
+def fit_windows(state: EngineState, microbatch: int, ready: NDArray[np.int64], chunks: list[int]) -> list[int] | None:
+    """Cut the chunks of the next step's prompts so that layers with windows have blocks for their tokens, beside those
+    that the slots `ready` need. None if nothing could go on, and a sequence has been preempted for the others."""
+    windows, slots, page_size = state.blocks.windows, state.slots, state.options.limits.page_size
+    assert windows is not None
+    assert state.options.num_microbatches == 1, "a prompt would meet sets that another microbatch is computing"
+    fitting: list[int] = []
+    num_sets = -num_blocks_short(state, ready) // windows.groups.num_groups
+    for sequence, num_tokens in zip(prefilling_of(state, microbatch), chunks, strict=False):
+        start = int(slots.num_kv_tokens[sequence.slot])
+        table = slots.block_tables[sequence.slot, start // page_size : -(-(start + num_tokens) // page_size)]
+        lacking = np.flatnonzero(~windows.are_there(table))
+        if len(lacking) > num_sets:
+            num_tokens = int(lacking[num_sets]) * page_size - start % page_size
+        if num_tokens > 0:
+            fitting.append(num_tokens)
+        num_sets -= len(lacking)
+        if num_sets < 0:
+            break
+    if fitting or not chunks or len(ready) or state.steps_in_flight:
+        return fitting
+    if state.ending:
+        release_all_ending(state)
+        return None
+    check_stop_strings(state)  # before preemption makes sampled tokens part of the prompt
+    victims = _victims(state, windows.groups.num_groups - num_sets)
+    for sequence in victims:
+        preempt(state, sequence)
+    return None if victims else fitting
+
+
 def _victims(state: EngineState, num_short: int) -> list[Sequence]:
     """Running sequences to preempt when `num_short` blocks are missing; empty if none can be preempted."""
     arrays, page_size = state.slots, state.options.limits.page_size
@@ -415,8 +451,12 @@ def _victims(state: EngineState, num_short: int) -> list[Sequence]:
     is_open = arrays.opened_at[slots] <= state.next_step_id
     num_lost = np.where(is_open, np.maximum(0, arrays.num_kv_tokens[slots] - shared * page_size), 0)
     num_freed = arrays.num_covered_tokens[slots] // page_size - shared
+    if state.blocks.windows is not None:
+        num_computed = -(-arrays.num_kv_tokens[slots] // page_size)
+        num_own = np.maximum(0, num_computed - np.maximum(arrays.first_held[slots], shared))
+        num_freed += state.blocks.windows.groups.num_groups * num_own
     needs_block = arrays.is_decoding[slots] & (arrays.num_kv_tokens[slots] == arrays.num_covered_tokens[slots])
-    num_freed += needs_block & ~arrays.awaits_matcher[slots]
+    num_freed += state.options.limits.blocks_per_page * (needs_block & ~arrays.awaits_matcher[slots])
     sequences = [arrays.sequence(slot) for slot in slots.tolist()]
     num_freed[[sequence.phase is Phase.DRAINING for sequence in sequences]] = 0
     num_freed[arrays.is_ending[slots]] = 0

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.lifecycle import count_computed, count_shared, count_start, next_mask
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, build_prompt_logprobs_input
+from tokasaurus.manager.kv_cache.window_blocks import WindowSets
 from tokasaurus.manager.planning.prefix_groups import OPTIMISM, GroupTrial, group_by_prefix, saved_by_step
 from tokasaurus.manager.planning.step_times import step_cost, step_features
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
@@ -34,7 +35,7 @@ def num_blocks_short(state: EngineState, ready: NDArray[np.int64]) -> int:
     """Missing blocks for one more token of each of the slots `ready`. At most 0 if there are enough."""
     slots = state.slots
     num_needed = int((slots.num_kv_tokens[ready] == slots.num_covered_tokens[ready]).sum())
-    return num_needed - state.blocks.num_available
+    return num_needed * state.options.limits.blocks_per_page - state.blocks.num_available
 
 
 def start_step(
@@ -66,6 +67,9 @@ def start_step(
         ids = state.slots.block_tables[sequence.slot, num_copied:num_blocks]
         block_slots.append(np.full(len(ids), sequence.slot, np.int32))
         block_ids.append(ids.copy())
+    if state.blocks.windows is not None:
+        slots_now = np.concatenate((decode, np.array([sequence.slot for sequence in prefill], np.int64)))
+        _give_back_windows(state, state.blocks.windows, slots_now)
     prefill_slots = np.array([sequence.slot for sequence in prefill], np.int64)
     sampled = decode if not done else np.concatenate((decode, np.array(done, np.int64)))
     message = ForwardInput(
@@ -81,6 +85,7 @@ def start_step(
             block_ids=np.concatenate(block_ids),
             copies=TableCopies(*np.array(copies, np.int32).T) if copies else None,
             adapters=state.adapters.take_new(),
+            windows=None if state.blocks.windows is None else state.blocks.windows.take_new(),
         ),
         groups=groups,
         prompt_logprobs=build_prompt_logprobs_input(logprob_chunks),
@@ -229,6 +234,9 @@ def _step_decoding(
     needs_block = num_kv_tokens == slots.num_covered_tokens[decode]
     needy = decode[needs_block]
     new = blocks.allocate(len(needy), state.next_step_id)
+    if blocks.windows is not None:
+        blocks.windows.hold(new)
+        blocks.add_windows(new, state.next_step_id)
     slots.block_tables[needy, num_kv_tokens[needs_block] // page_size] = new
     slots.num_covered_tokens[needy] += page_size
     # The newest token had no block until now. If its result is not back yet, it will be written to this block.
@@ -263,11 +271,30 @@ def _step_prefilling(
         count_computed(state, sequence, start, end)
         prompt_ids.append(sequence.prompt.token_ids[start:end])
         slots.num_kv_tokens[slot] = end
+        if state.blocks.windows is not None:
+            own = slots.block_tables[slot, start // page_size : -(-end // page_size)]
+            state.blocks.add_windows(own, state.next_step_id)
+            state.blocks.windows.note_whole(own[: end // page_size - start // page_size])
         first_written = max(start, int(slots.first_writes[slot]))
         is_computed[slots.block_tables[slot, first_written // page_size : end // page_size]] = True
         if end == len(sequence.prompt):
             done.append(slot)
     return prompt_ids, opened, done
+
+
+def _give_back_windows(state: EngineState, windows: WindowSets, slots_now: NDArray[np.int64]) -> None:
+    """Slots that the step being built advances no longer need what layers with windows do not see in later steps. Not
+    before all blocks of this step are allocated: it still sees them."""
+    slots, page_size = state.slots, state.options.limits.page_size
+    held = slots.first_held[slots_now]
+    firsts = windows.groups.first_seen(slots.num_kv_tokens[slots_now] + 1) // page_size
+    past = np.flatnonzero(firsts > held)
+    if not len(past):
+        return
+    counts = (firsts - held)[past]
+    columns = np.arange(counts.sum()) + np.repeat(held[past] - np.cumsum(counts) + counts, counts)
+    state.blocks.drop_windows(slots.block_tables[np.repeat(slots_now[past], counts), columns])
+    slots.first_held[slots_now[past]] = firsts[past]
 
 
 def _build_logprob_chunks(
@@ -282,7 +309,8 @@ def _build_logprob_chunks(
             slot, num_top = sequence.slot, sequence.request.num_top_prompt_logprobs
             start = int(slots.num_kv_tokens[slot])
             table, token_ids = slots.block_tables[slot], sequence.prompt.token_ids
-            logprob_chunks.append(store.send_chunk(row, token_ids, table, start, start + num_tokens, num_top))
+            part, repeats = (start, start + num_tokens), state.blocks.windows is not None
+            logprob_chunks.append(store.send_chunk(row, token_ids, table, *part, num_top, may_repeat=repeats))
     return [chunk for chunk in logprob_chunks if len(chunk.kv_indices)]
 
 

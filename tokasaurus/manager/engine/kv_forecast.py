@@ -8,13 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.microbatches import prefill_per_round
-from tokasaurus.manager.planning.kv_simulation import SequenceLoads, UsageCurve, find_shared_blocks, simulate_kv
+from tokasaurus.manager.planning.kv_simulation import (
+    SequenceLoads,
+    UsageCurve,
+    find_shared_blocks,
+    join_loads,
+    simulate_kv,
+    window_loads,
+)
 from tokasaurus.manager.planning.length_predictor import fit_forecast
 from tokasaurus.manager.planning.prefill_forecast import PrefillForecast, count_decoding, forecast_prefill
 from tokasaurus.manager.planning.step_budget import MIN_CHUNK, PrefillTime, num_steps_to_keep_in_flight, prefill_rate
 from tokasaurus.manager.planning.step_times import decode_features
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.messages.generation import SequenceProgress
+from tokasaurus.messages.status import WindowGroups
 
 Int64Array = NDArray[np.int64]
 
@@ -211,6 +219,32 @@ def forecast_kv(
     prefill = forecast_prefill(num_left, num_steps[num_past:], counts, max_tokens, prefill_rate)
     start_steps[num_past:] = prefill.start_steps
     shared = find_shared_blocks(arrays.nodes[slots], start_steps + num_steps + release_delay, state.blocks.tree.arrays)
-    num_tokens -= shared.num_shared_blocks * page_size
-    curve = simulate_kv(SequenceLoads(num_tokens, start_steps, num_steps), shared.loads, page_size, release_delay)
+    own_tokens = num_tokens - shared.num_shared_blocks * page_size
+    loads, shared_loads = SequenceLoads(own_tokens, start_steps, num_steps), shared.loads
+    if (windows := state.blocks.windows) is not None:
+        num_shared, held = shared.num_shared_blocks, arrays.first_held[slots]
+        first_own = np.maximum(held, num_shared)
+        kept = np.maximum(0, num_tokens - first_own * page_size)
+        own = window_loads(windows.groups, page_size, kept, start_steps, num_steps)
+        loads = join_loads(loads, own)
+        # Sets of several sequences, until the last of them sees none any more.
+        num_computed = arrays.num_kv_tokens[slots]
+        num_own = np.maximum(0, -(-num_computed // page_size) - first_own).sum()
+        sharing = np.flatnonzero(held < num_shared)
+        steps_left = num_shared[sharing] * page_size + abs(windows.groups.window) + page_size - num_tokens[sharing]
+        last_steps = start_steps[sharing] + np.clip(steps_left, 0, num_steps[sharing]) + release_delay
+        num_in_common = windows.groups.num_groups * max(0, windows.num_held - int(num_own))
+        shared_loads = shared_loads.and_blocks(num_in_common, int(last_steps.max(initial=release_delay)))
+        # Prompts in prefill need more for the tokens of a step.
+        passing = passing_blocks(windows.groups, page_size, kept[num_past:], max_tokens)
+        shared_loads = shared_loads.and_blocks(passing, int(prefill.start_steps.max(initial=0)))
+    curve = simulate_kv(loads, shared_loads, page_size, release_delay)
     return KVForecast(curve, prefill, shared.last_steps, release_delay)
+
+
+def passing_blocks(windows: WindowGroups, page_size: int, num_kept: Int64Array, max_tokens: int) -> int:
+    """Blocks that layers with windows need for prompts besides, while a step computes their tokens. num_kept: [K]
+    tokens that they would keep of each prompt. max_tokens: of all in a step."""
+    beyond = np.maximum(0, num_kept - windows.num_held(page_size) * page_size)
+    num_tokens = min(int(beyond.sum()), max_tokens)
+    return windows.num_groups * (-(-num_tokens // page_size) + bool(num_tokens))

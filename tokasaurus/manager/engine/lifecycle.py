@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tokasaurus.manager.engine.microbatches import choose_microbatch
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.kv_cache.prompt_logprobs import first_position
+from tokasaurus.manager.kv_cache.window_blocks import WindowSets
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Phase, Samples, Sequence, make_prompt
 from tokasaurus.messages.forward import RoutedExperts
@@ -51,10 +52,13 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
     tail = prompt.token_ids[num_tree_blocks * page_size :]
     if len(tail):
         blocks.tokens[table[num_tree_blocks], : len(tail)] = tail
-    start = _start(state, sequence, shared)
+    start, first_write = _start(state, sequence, shared)
     adapter = state.adapters.number(sequence.request.adapter)
-    first_write = match.num_blocks * page_size
     slots.open(sequence, table, page_size, choose_microbatch(state, sequence), start, first_write, adapter)
+    if blocks.windows is not None:
+        slots.first_held[sequence.slot] = first = blocks.windows.first_held(start)
+        blocks.windows.hold(table[first:])
+        _promise_windows(state, sequence)
     sequence.phase = Phase.PREFILL
     if not sequence.admitted_s:
         sequence.admitted_s = time.monotonic()
@@ -62,16 +66,35 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
     _reserve_prompt_logprobs(state, sequence)
 
 
-def _start(state: EngineState, sequence: Sequence, cached: NDArray[np.int32]) -> int:
+def _start(state: EngineState, sequence: Sequence, cached: NDArray[np.int32]) -> tuple[int, int]:
     """First position that the prefill computes, given that the KV of its first blocks, `cached`, will be there: after
     these or, for its logits, at the last token; if prompt logprobs are wanted, the first position whose logits are
-    needed."""
+    needed; before these where layers with windows lack what they see. And the first position that it writes."""
     page_size = state.options.limits.page_size
-    if not sequence.needs_prompt_logprobs:
-        return min(len(cached) * page_size, len(sequence.prompt) - 1)
-    assert state.blocks.prompt_logprobs is not None
-    num_top = sequence.request.num_top_prompt_logprobs
-    return first_position(state.blocks.prompt_logprobs.num_leading_blocks(cached, num_top), page_size)
+    start, first_write = min(len(cached) * page_size, len(sequence.prompt) - 1), len(cached) * page_size
+    if sequence.needs_prompt_logprobs:
+        assert state.blocks.prompt_logprobs is not None
+        num_top = sequence.request.num_top_prompt_logprobs
+        start = first_position(state.blocks.prompt_logprobs.num_leading_blocks(cached, num_top), page_size)
+    windows = state.blocks.windows
+    if windows is None:
+        return start, first_write
+    possible = windows.start(cached, start)
+    if possible < start:
+        windows.want_end(cached[: start // page_size])
+    # The layers that see all tokens then store again what they had stored there.
+    return possible, first_write if windows.will_be(cached[possible // page_size :]).all() else possible
+
+
+def _promise_windows(state: EngineState, sequence: Sequence) -> None:
+    """The sequence, which prefills, will compute what layers with windows keep of the rest of its prompt. They keep the
+    end of it for prompts to come."""
+    slots, windows, page_size = state.slots, state.blocks.windows, state.options.limits.page_size
+    assert windows is not None
+    table = slots.block_tables[sequence.slot, : sequence.num_tree_blocks]
+    rest = table[int(slots.num_kv_tokens[sequence.slot]) // page_size :]
+    windows.is_promised[rest[~windows.is_whole[rest]]] = True
+    windows.want_end(table[: len(sequence.prompt) // page_size])
 
 
 def _reserve_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
@@ -231,6 +254,8 @@ def _free_slot_and_blocks(state: EngineState, sequence: Sequence, keep_kv: bool 
     slots, slot = state.slots, sequence.slot
     if sequence.is_open:
         _count_leaving(state, sequence)
+    if state.blocks.windows is not None:
+        _drop_windows(state, sequence, state.blocks.windows, keep_kv)
     if sequence.phase is Phase.PREFILL:
         del state.queues.prefilling[sequence]
     if sequence.phase is Phase.PREFILL or not keep_kv:
@@ -241,6 +266,19 @@ def _free_slot_and_blocks(state: EngineState, sequence: Sequence, keep_kv: bool 
     slots.close(sequence, state.options.limits.page_size)
     if slots.num_streamed == 0:
         state.stream_due_s = np.inf  # or the manager would go on waking for it
+
+
+def _drop_windows(state: EngineState, sequence: Sequence, windows: WindowSets, keep_kv: bool) -> None:
+    """What layers with windows keep of a sequence that leaves is not needed any more, unless another goes on there."""
+    slots, slot, page_size = state.slots, sequence.slot, state.options.limits.page_size
+    table = slots.block_tables[slot, : int(slots.num_covered_tokens[slot]) // page_size]
+    if keep_kv:
+        num_computed = min(int(slots.num_kv_tokens[slot]), int(slots.num_known_tokens[slot])) // page_size
+        if sequence.phase is not Phase.PREFILL:
+            held = table[int(slots.first_held[slot]) : num_computed]
+            windows.note_whole(held[windows.are_there(held)])
+        windows.want_end(table[:num_computed])
+    state.blocks.drop_windows(table[int(slots.first_held[slot]) :].copy())
 
 
 def _free_uncomputed(state: EngineState, sequence: Sequence) -> None:
@@ -295,14 +333,24 @@ def find_starts(state: EngineState) -> None:
     slots = state.slots
     if state.blocks.prompt_logprobs is not None:
         state.blocks.prompt_logprobs.drop_reservations()
+    windows = state.blocks.windows
+    if windows is not None:
+        windows.is_promised[:] = False
     will_be_computed = state.blocks.is_computed.copy()
     for sequence in state.queues.prefilling:
         table = slots.block_tables[sequence.slot, : sequence.num_tree_blocks]
         if not sequence.is_open:
             is_cached = will_be_computed[table]
             cached = table if is_cached.all() else table[: int(is_cached.argmin())]
-            start, first_write = _start(state, sequence, cached), len(cached) * state.options.limits.page_size
+            start, first_write = _start(state, sequence, cached)
             slots.set_start(sequence.slot, start, first_write)
+            if windows is not None:
+                held, first = int(slots.first_held[sequence.slot]), windows.first_held(start)
+                windows.hold(table[first:held])
+                state.blocks.drop_windows(table[held:first].copy())
+                slots.first_held[sequence.slot] = first
+        if windows is not None:
+            _promise_windows(state, sequence)
         _reserve_prompt_logprobs(state, sequence)
         will_be_computed[table] = True
     state.starts_are_stale = False

@@ -68,9 +68,9 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     first = samples.create()
     # A sequence that can never be admitted would block all behind it for ever.
     limits = options.limits
-    assert first.max_kv_tokens <= limits.num_kv_blocks * limits.page_size, (
-        f"{request.request_id} cannot fit the KV pool"
-    )
+    num_pages = -(-first.max_kv_tokens // limits.page_size)
+    num_blocks = num_pages if limits.windows is None else limits.windows.num_blocks(num_pages, limits.page_size)
+    assert num_blocks <= limits.num_kv_blocks, f"{request.request_id} cannot fit the KV pool"
     if request.want_prompt_logprobs:
         state.blocks.keep_prompt_logprobs(request.num_top_prompt_logprobs)
     if not request.adapter or state.adapters.begin(samples):

@@ -5,16 +5,19 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixTree
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobStore
+from tokasaurus.manager.kv_cache.window_blocks import WindowSets
 from tokasaurus.messages.forward import RoutedExperts
+from tokasaurus.messages.status import WindowGroups
 
 
 class BlockAllocator:
     """Allocates block ids 1..num_blocks, the most recently freed first: its memory may still be in a cache.
 
-    Each block is either free, in the prefix tree, or owned by one sequence. Block 0 is padding and never allocated.
+    Each block is either free, in the prefix tree, owned by one sequence, or in a set of `windows`. Block 0 is padding
+    and never allocated.
     """
 
-    def __init__(self, num_blocks: int, page_size: int) -> None:
+    def __init__(self, num_blocks: int, page_size: int, windows: WindowGroups | None = None) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.tree = PrefixTree(page_size)
@@ -30,6 +33,8 @@ class BlockAllocator:
         experts; None until the first."""
         self.allocated_in = np.zeros(num_blocks + 1, np.int64)
         """[num_blocks + 1], the first step that could use each block since it was allocated last."""
+        self.windows = None if windows is None else WindowSets(windows, num_blocks, page_size)
+        """Of layers with windows; None: they keep all tokens, as the other layers do."""
         self.prompt_logprobs: PromptLogprobStore | None = None
         """Prompt logprobs; None until a request asks for them."""
         self._free = np.arange(num_blocks, 0, -1, dtype=np.int32)  # a stack: its first num_free entries are free
@@ -39,13 +44,19 @@ class BlockAllocator:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can return: free, or in the tree and used by no sequence."""
-        return self.num_free + self.tree.num_unused_blocks
+        """Blocks that `allocate` can return: free, or cached and used by no sequence."""
+        num_unheld = 0 if self.windows is None else self.windows.num_unheld_blocks
+        return self.num_free + self.tree.num_unused_blocks + num_unheld
 
     @property
     def num_used(self) -> int:
         """Blocks used by sequences, whether owned or shared in the tree."""
         return self.num_blocks - self.num_available
+
+    @property
+    def num_held_by_windows(self) -> int:
+        """Those of num_used that are in sets of layers with windows."""
+        return 0 if self.windows is None else self.windows.groups.num_groups * self.windows.num_held
 
     def allocate(self, num_blocks: int, step_id: int = 0) -> NDArray[np.int32]:
         """Block ids, int32 [num_blocks], owned by the caller. Evicts cached blocks if too few are free.
@@ -53,6 +64,8 @@ class BlockAllocator:
         step_id: the next step to be sent. Precondition: num_blocks <= num_available.
         """
         assert num_blocks <= self.num_available, f"{num_blocks} blocks asked, {self.num_available} available"
+        if self.windows is not None:
+            self.evict_for(num_blocks)
         num_kept = max(0, self.num_free - num_blocks)
         allocated: NDArray[np.int32] = self._free[num_kept : self.num_free][::-1].copy()
         is_free = self._is_free
@@ -76,6 +89,9 @@ class BlockAllocator:
         if num_missing <= 0:
             return
         assert num_blocks <= self.num_available, f"{num_blocks} blocks asked, {self.num_available} available"
+        if self.windows is not None:
+            self._evict_oldest(self.windows, num_blocks)
+            return
         evicted = self.tree.evict(num_missing)
         # Below the free blocks, which are allocated first.
         self._free[num_missing:num_blocks] = self._free[: self.num_free].copy()
@@ -83,6 +99,32 @@ class BlockAllocator:
         for block in evicted.tolist():
             self._is_free[block] = 1
         self.num_free = num_blocks
+
+    def _evict_oldest(self, windows: WindowSets, num_blocks: int) -> None:
+        """Evict until `num_blocks` are free: sets and leaves of the tree, by when they were used last."""
+        tree = self.tree
+        while (num_missing := num_blocks - self.num_free) > 0:
+            oldest, oldest_leaf = windows.oldest, tree.oldest_unused
+            # A sequence drops its sets just before it releases its node: its blocks go first, with their sets.
+            if oldest is not None and (oldest_leaf is None or oldest + 1 < oldest_leaf):
+                self._push(windows.evict())
+            else:
+                # Their sets become free too.
+                num_evicted = max(1, num_missing // (1 + windows.groups.num_groups))
+                self.free(tree.evict(min(num_evicted, tree.num_unused_blocks)))
+
+    def drop_windows(self, blocks: NDArray[np.int32]) -> None:
+        """Sequences no longer need what layers with windows keep of these blocks of tokens, each as often as listed.
+        The memory can be allocated at once, as that of `free`."""
+        assert self.windows is not None
+        self._push(self.windows.drop(blocks, self.tree.tick))
+
+    def add_windows(self, blocks: NDArray[np.int32], step_id: int) -> None:
+        """Give layers with windows blocks for these held blocks of tokens, where they have none."""
+        assert self.windows is not None
+        blocks = blocks[~self.windows.are_there(blocks)]
+        if len(blocks):
+            self.windows.add(blocks, self.allocate(len(blocks) * self.windows.groups.num_groups, step_id))
 
     def keep_prompt_logprobs(self, num_top: int) -> None:
         """Prepare to store prompt logprobs, with `num_top` top-k logprobs per token."""
@@ -99,6 +141,11 @@ class BlockAllocator:
     def free(self, blocks: NDArray[np.int32]) -> None:
         """Free `blocks`, none of which is in the tree. They can be allocated at once: the device executes in order, so
         a step sent earlier cannot touch what a later step writes there."""
+        self._push(blocks)
+        if self.windows is not None:
+            self._push(self.windows.forget(blocks))
+
+    def _push(self, blocks: NDArray[np.int32]) -> None:
         is_free = self._is_free
         for block in blocks.tolist():
             assert not is_free[block], f"block {block} freed twice"

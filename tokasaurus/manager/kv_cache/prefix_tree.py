@@ -86,6 +86,21 @@ class PrefixTree:
         self._unused_leaves: list[tuple[int, int, PrefixNode]] = []
         self._entry_numbers = count()
 
+    @property
+    def tick(self) -> int:
+        """How often sequences have released nodes."""
+        return self._tick
+
+    @property
+    def oldest_unused(self) -> int | None:
+        """The tick at which the blocks that are evicted first were used last; None: there are no such blocks."""
+        while self._unused_leaves:
+            last_used, _, node = self._unused_leaves[0]
+            if self._is_unused_leaf(node, last_used):
+                return last_used
+            heapq.heappop(self._unused_leaves)
+        return None
+
     def match(
         self, tokens: bytes, salt: bytes = b"", max_blocks: int | None = None, start: PrefixNode | None = None
     ) -> PrefixMatch:

@@ -101,16 +101,26 @@ class PromptLogprobStore:
         self._reserved[:] = self.num_top
 
     def send_chunk(
-        self, row: int, prompt_ids: NDArray[np.int32], table: NDArray[np.int32], start: int, end: int, num_top: int
+        self,
+        row: int,
+        prompt_ids: NDArray[np.int32],
+        table: NDArray[np.int32],
+        start: int,
+        end: int,
+        num_top: int,
+        may_repeat: bool = False,
     ) -> PromptLogprobChunk:
         """Record what the step being built computes: the prompt's positions `start` to before `end`, and the logprob of
-        the token after each. table: block table of the prompt's slot. A prompt's last chunk may have no such token."""
+        the token after each. table: block table of the prompt's slot. A prompt's last chunk may have no such token.
+        may_repeat: some of these may be there, where layers with windows lack what they see: those stay."""
         page_size = self._page_size
         positions = np.arange(start + 1, min(end + 1, len(prompt_ids)))
         blocks = table[positions // page_size]
-        assert (self.num_top[blocks] < num_top).all(), "the logprobs of a block are computed twice"
+        is_there = self.num_top[blocks] >= num_top
+        assert may_repeat or not is_there.any(), "the logprobs of a block are computed twice"
         whole = table[start // page_size : end // page_size]
         self.num_top[whole] = np.maximum(self.num_top[whole], num_top)
+        blocks = np.where(is_there, 0, blocks)
         kv_indices = blocks.astype(np.int64) * page_size + positions % page_size
         return PromptLogprobChunk(row, prompt_ids[start + 1 : end + 1], kv_indices, num_top)
 

@@ -17,6 +17,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.messages.status import WindowGroups
+
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
@@ -29,7 +31,9 @@ class SequenceLoads:
     """Blocks that are each used by one sequence. All arrays are int64 [N].
 
     At t a sequence uses ceil((num_tokens + clip(t - start_steps, 0, num_steps)) / page_size) blocks, until they are
-    freed after the step start_steps + num_steps, or a few steps later (see release_delay).
+    freed after the step start_steps + num_steps, or a few steps later (see release_delay). What layers with windows
+    keep of a sequence is a load of its own: it uses several blocks for page_size tokens, and grows no more once the
+    window is full.
     """
 
     num_tokens: Int64Array
@@ -38,6 +42,35 @@ class SequenceLoads:
     """Steps before the first in which it decodes: 0 if it decodes in the next step."""
     num_steps: Int64Array
     """Decode steps it will take, one token each, >= 0."""
+    weights: Int64Array | None = None
+    """Blocks for page_size tokens; None: 1 for all."""
+    held_steps: Int64Array | None = None
+    """Steps after these until the last one, in which it does not grow; None: 0 for all."""
+
+
+def join_loads(first: SequenceLoads, second: SequenceLoads) -> SequenceLoads:
+    """The loads of both."""
+    arrays = []
+    for name, default in (("num_tokens", 0), ("start_steps", 0), ("num_steps", 0), ("weights", 1), ("held_steps", 0)):
+        both = (getattr(loads, name) for loads in (first, second))
+        filled = (
+            np.full(len(loads.num_tokens), default) if own is None else own
+            for loads, own in zip((first, second), both, strict=True)
+        )
+        arrays.append(np.concatenate(list(filled)))
+    return SequenceLoads(*arrays)
+
+
+def window_loads(
+    windows: WindowGroups, page_size: int, num_tokens: Int64Array, start_steps: Int64Array, num_steps: Int64Array
+) -> SequenceLoads:
+    """What layers with windows keep of sequences, [N] each. num_tokens: those kept now of each, in blocks that are its
+    own."""
+    most = windows.num_held(page_size) * page_size
+    num_kept = np.minimum(num_tokens, most)
+    growing = np.minimum(num_steps, most - num_kept)
+    weights = np.full(len(num_tokens), windows.num_groups)
+    return SequenceLoads(num_kept, start_steps, growing, weights, num_steps - growing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +82,18 @@ class SharedLoads:
     """The blocks are in use at every t with first_steps <= t <= last_steps; first_steps >= 0."""
     last_steps: Int64Array
     """At least first_steps."""
+
+    def and_blocks(self, num_blocks: int, last_step: int) -> "SharedLoads":
+        """These, and blocks in use from now on to the last step."""
+        if not num_blocks:
+            return self
+        added = (num_blocks, 0, max(0, last_step))
+        return SharedLoads(
+            *(
+                np.append(own, one)
+                for own, one in zip((self.num_blocks, self.first_steps, self.last_steps), added, strict=True)
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +110,8 @@ class UsageCurve:
     constant_blocks: Int64Array
     """[S] blocks of runs and sequences that do not grow in the span, plus the growing sequences' blocks at t = 0."""
     num_growing: Int64Array
-    """[P + 1, S] row r: growing sequences of the span with room for fewer than r tokens at t = 0; row P: all."""
+    """[P + 1, S] row r: growing sequences of the span with room for fewer than r tokens at t = 0, by their weights; row
+    P: all."""
 
     def at(self, steps: Int64Array) -> Int64Array:
         """Blocks in use at each t of `steps`; t >= 0, in any order."""
@@ -79,8 +125,9 @@ def simulate_kv(loads: SequenceLoads, shared: SharedLoads, page_size: int, relea
     release_delay: steps from a sequence's last step until its blocks are freed. They are freed when the result of that
     step arrives, and steps are sent ahead of results. `shared` must include this delay in its last_steps.
     """
-    starts = loads.start_steps
+    starts, weights = loads.start_steps, loads.weights
     after_ends = starts + loads.num_steps + 1
+    after_held = after_ends if loads.held_steps is None else after_ends + loads.held_steps
     after_shared = shared.last_steps + 1
 
     # A growing sequence is treated as if it had grown since t = 0, from fewer tokens (possibly a negative number).
@@ -89,12 +136,17 @@ def simulate_kv(loads: SequenceLoads, shared: SharedLoads, page_size: int, relea
     room_at_0 = blocks_at_0 * page_size - num_tokens_at_0
     blocks_before_start = _num_blocks(loads.num_tokens, page_size)
     blocks_at_end = _num_blocks(loads.num_tokens + loads.num_steps, page_size)
+    if weights is not None:
+        blocks_at_0, blocks_before_start, blocks_at_end = (
+            weights * blocks for blocks in (blocks_at_0, blocks_before_start, blocks_at_end)
+        )
 
     # Steps are bounded by the context length, so a table of all steps is far cheaper than sorting.
-    horizon = int(max(after_ends.max(initial=0) + release_delay, after_shared.max(initial=0)))
+    horizon = int(max(after_held.max(initial=0) + release_delay, after_shared.max(initial=0)))
     is_span_start = np.zeros(horizon + 1, np.bool_)
     is_span_start[after_ends] = True
     sequence_ends = np.flatnonzero(is_span_start)
+    is_span_start[after_held + release_delay] = True
     for steps in (0, sequence_ends + release_delay, starts, shared.first_steps, after_shared):
         is_span_start[steps] = True
     span_starts = np.flatnonzero(is_span_start)
@@ -107,7 +159,10 @@ def simulate_kv(loads: SequenceLoads, shared: SharedLoads, page_size: int, relea
     blocks_freed = np.bincount(end_spans, blocks_at_end, num_spans)
     changes = np.zeros(num_spans)
     changes += blocks_freed - np.bincount(end_spans, blocks_at_0, num_spans)
-    changes[span_from[sequence_ends + release_delay]] -= blocks_freed[span_from[sequence_ends]]
+    if loads.held_steps is None:
+        changes[span_from[sequence_ends + release_delay]] -= blocks_freed[span_from[sequence_ends]]
+    else:
+        changes -= np.bincount(span_from[after_held + release_delay], blocks_at_end, num_spans)
     changes += np.bincount(span_from[shared.first_steps], shared.num_blocks, num_spans)
     changes -= np.bincount(span_from[after_shared], shared.num_blocks, num_spans)
     changes[0] += blocks_before_start.sum()
@@ -117,9 +172,9 @@ def simulate_kv(loads: SequenceLoads, shared: SharedLoads, page_size: int, relea
 
     rows = (room_at_0 + 1) * num_spans
     table_size = (page_size + 1) * num_spans
-    joins = np.bincount(rows + first_spans, minlength=table_size)
-    leaves = np.bincount(rows + end_spans, minlength=table_size)
-    num_growing = (joins - leaves).reshape(page_size + 1, num_spans).cumsum(axis=1).cumsum(axis=0)
+    joins = np.bincount(rows + first_spans, weights, table_size)
+    leaves = np.bincount(rows + end_spans, weights, table_size)
+    num_growing = (joins - leaves).astype(np.int64).reshape(page_size + 1, num_spans).cumsum(axis=1).cumsum(axis=0)
 
     last_steps = span_starts[1:] - 1
     blocks = _blocks_in_use(last_steps, np.arange(num_spans - 1), page_size, constant_blocks, num_growing)

@@ -104,6 +104,9 @@ class SlotArrays:
         """Tokens whose KV is cached or computed by the steps sent so far. Also set with `first_positions`."""
         self.num_covered_tokens = zeros()
         """Tokens that fit into its allocated blocks."""
+        self.first_held = zeros()
+        """The first block of its table whose set in WindowSets it holds, as all after it; 0 without windows. Set by
+        engine/lifecycle."""
         self.block_tables: NDArray[np.int32] = np.zeros((num_slots + 1, max_blocks + 1), np.int32)
         """[slots, most blocks of a sequence + 1]; 0, the padding block, after the sequence's own blocks."""
         self.opened_at = np.full(num_slots + 1, NEVER)
@@ -193,6 +196,7 @@ class SlotArrays:
         self.set_start(slot, first_position, first_write)
         self.num_covered_tokens[slot] = len(blocks) * page_size
         self.block_tables[slot, : len(blocks)] = blocks
+        self.first_held[slot] = 0
         self.groups[slot] = 0
         self.num_shared_tokens[slot] = sequence.counts.shared
         self.max_kv_tokens[slot] = sequence.max_kv_tokens

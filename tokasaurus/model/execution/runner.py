@@ -572,6 +572,8 @@ class ModelRunner:
         for number, digest in changes.adapters:
             assert self.adapters is not None
             self.adapters.place(number, digest)
+        if changes.windows is not None:
+            self._backend.place_windows(changes.windows)
         self._slots.apply(changes, self._staging)
         if self._kernel_decode is not None:
             self._kernel_decode.note(changes)

@@ -63,6 +63,7 @@ from tokasaurus.model.worker.memory import (
     dtype_name,
     graph_bytes,
     group_graph_bytes,
+    groups_of,
     largest_forward,
     reserve,
     size_kv_cache,
@@ -285,8 +286,10 @@ def _ready(start: Start) -> StartedWorker:
         start.kernels.reset_phases()
     if config.expert_counts:
         runner.count_experts()
+    windows = groups_of(start.info, start.mesh, start.device)
+    num_pages = start.num_blocks if windows is None else windows.max_pages(start.num_blocks, config.page_size)
     max_tokens, limited_by = longest_sequence(
-        start.info.context_length, config.max_num_tokens_per_request, start.num_blocks * config.page_size
+        start.info.context_length, config.max_num_tokens_per_request, num_pages * config.page_size
     )
     limits = EngineLimits(
         *(start.num_blocks, config.page_size, max_tokens, start.hydragen if start.limits.has_groups else None),
@@ -297,6 +300,7 @@ def _ready(start: Start) -> StartedWorker:
         num_routed_experts=0 if (refusal := _no_routed_experts(start)) else _num_routed_experts(start),
         no_routed_experts=refusal,
         no_adapters=_no_adapters(start),
+        windows=windows,
     )
     # Not earlier: it touches the cache, and the measurements of the start need an idle machine.
     sleeper = Sleeper(

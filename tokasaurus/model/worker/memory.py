@@ -15,11 +15,13 @@ import torch
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.spec import ExpertsSpec
-from tokasaurus.messages.status import UserError
+from tokasaurus.messages.status import UserError, WindowGroups
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.buffer_sizes import (
     LOGPROBS_AT_ONCE,
     num_mask_words,
+    places_of,
+    window_groups,
 )
 from tokasaurus.model.cpu.bindings import allocate_huge_pages
 from tokasaurus.model.cpu.experts import MAX_ROWS
@@ -116,6 +118,9 @@ def kv_shape(
     """This rank's KV cache. sinks: as in KVShape. Raises ValueError for a tp_size or pp_size by which the model cannot
     be divided."""
     sizes = kv_sizes(info, mesh, page_size)
+    layers = tuple(info.spec.layers[index].attention for index in mesh.stage_layers(info))
+    groups = groups_of(info, mesh, device)
+    places = () if groups is None else places_of(layers, groups)
     return KVShape(
         num_layers=sizes.num_layers,
         num_heads=sizes.num_heads,
@@ -125,9 +130,20 @@ def kv_shape(
         dtype=kv_cache_dtype,
         device=device,
         activation_dtype=activation_dtype,
-        layers=tuple(info.spec.layers[index].attention for index in mesh.stage_layers(info)),
+        layers=layers,
         sinks=sinks,
+        places=places,
+        num_groups=0 if groups is None else groups.num_groups,
+        block_layers=1 + max((place.number for place in places), default=-1),
     )
+
+
+def groups_of(info: ModelInfo, mesh: Mesh, device: torch.device) -> WindowGroups | None:
+    """The groups of the model's layers, where they have blocks of their own: on CPUs, if the layers are ours, and all
+    in one stage. In steps of several microbatches, a prompt could meet sets that another one is still computing."""
+    if device.type != "cpu" or not info.is_native or mesh.pp_size > 1:
+        return None
+    return window_groups([layer.attention for layer in info.spec.layers])
 
 
 class MemoryTable:
@@ -248,15 +264,17 @@ class BlockBytes:
         return f"{show_size(self.total)} a block{of_workers}"
 
 
-def plan_fixed(num_tokens: int, page_size: int, block: BlockBytes, available_bytes: int) -> KVCachePlan:
+def plan_fixed(
+    num_tokens: int, page_size: int, block: BlockBytes, available_bytes: int, num_groups: int = 1
+) -> KVCachePlan:
     """A KV cache of at least `num_tokens`, as the user asked, on each of the workers that share the available memory.
 
-    Raises UserError if memory does not suffice.
+    num_groups: of layers, each with its own blocks. Raises UserError if memory does not suffice.
     """
-    num_blocks = -(-num_tokens // page_size)
+    num_blocks = -(-num_tokens // page_size) * num_groups
     needed = (num_blocks + 1) * block.total  # with the padding block
     if needed > available_bytes:
-        most = max(0, available_bytes // block.total - 1) * page_size
+        most = max(0, available_bytes // block.total - 1) // num_groups * page_size
         on_workers = "" if block.num_workers == 1 else f" on {block.num_workers} workers together"
         raise UserError(
             f"kv_cache_num_tokens={num_tokens}: needs {show_size(needed)}{on_workers}, but only"
@@ -264,19 +282,30 @@ def plan_fixed(num_tokens: int, page_size: int, block: BlockBytes, available_byt
         )
     return KVCachePlan(
         num_blocks,
-        f"{num_tokens:,} tokens asked / {page_size} a block = {num_blocks:,} blocks of {show_size(block.own)}"
+        f"{num_tokens:,} tokens asked / {page_size} a block{_for_groups(num_groups)} = {num_blocks:,} blocks of"
+        f" {show_size(block.own)}"
         f" = {show_size(num_blocks * block.own)}",
     )
 
 
+def _for_groups(num_groups: int) -> str:
+    """Why tokens take several blocks, for the user; "" if they do not."""
+    return "" if num_groups == 1 else f" x {num_groups} groups of layers"
+
+
 def plan_auto(
-    available_bytes: int, what_is_available: str, fraction: float, page_size: int, block: BlockBytes
+    available_bytes: int,
+    what_is_available: str,
+    fraction: float,
+    page_size: int,
+    block: BlockBytes,
+    num_groups: int = 1,
 ) -> KVCachePlan:
-    """A KV cache that takes a fraction of the available memory; each worker gets the same number of blocks. Raises
-    UserError if no block fits."""
+    """A KV cache that takes a fraction of the available memory; each worker gets the same number of blocks. num_groups:
+    as in plan_fixed. Raises UserError if no block fits."""
     budget = int(available_bytes * fraction)
     num_blocks = budget // block.total - 1  # minus the padding block
-    if num_blocks < 1:
+    if num_blocks < num_groups:
         raise UserError(
             f"{show_size(budget)} of memory is too little for a KV cache with {block.describe()}; it is {fraction:g} of"
             f" {show_size(available_bytes)} {what_is_available};"
@@ -285,8 +314,16 @@ def plan_auto(
     return KVCachePlan(
         num_blocks,
         f"{show_size(available_bytes)} {what_is_available} x {fraction:g} / {block.describe()}"
-        f" = {num_blocks:,} blocks of {page_size} = {num_blocks * page_size:,} tokens",
+        f" = {num_blocks:,} blocks of {page_size}{_in_tokens(num_blocks, page_size, num_groups)}",
     )
+
+
+def _in_tokens(num_blocks: int, page_size: int, num_groups: int) -> str:
+    """What blocks are in tokens, for the user."""
+    num_tokens = num_blocks // num_groups * page_size
+    if num_groups == 1:
+        return f" = {num_tokens:,} tokens"
+    return f", for {num_groups} groups of layers = {num_tokens:,} tokens, more where windows give blocks back"
 
 
 def size_kv_cache(
@@ -305,10 +342,11 @@ def size_kv_cache(
     the bytes that all will take; both are called with a KV cache of the padding block alone, on CUDA, and noted in the
     table. place: of this replica. Raises UserError if memory does not suffice.
     """
-    own = shape.bytes_per_block
+    own, num_groups = shape.bytes_per_block, 1 + shape.num_groups
     if shape.device.type == "cpu":
         workers = num_workers(config)
-        block = BlockBytes(own, own // shape.num_layers * num_layers * num_replicas(config) * config.tp_size, workers)
+        total = own if shape.places else own // shape.num_layers * num_layers
+        block = BlockBytes(own, total * num_replicas(config) * config.tp_size, workers)
         near_bytes = None
         if place is not None and config.kv_cache_num_tokens is None:  # what the user asks for may lie elsewhere too
             near_bytes = place.num_bytes // (config.pp_size * config.tp_size)
@@ -322,8 +360,8 @@ def size_kv_cache(
         available = max(0, free - memory.measured[FORWARD] - memory.measured[GRAPHS] - max(0, to_load))
         what, fraction = "free after weights, the largest forward and graphs", CUDA_FRACTION
     if config.kv_cache_num_tokens is not None:
-        return plan_fixed(config.kv_cache_num_tokens, config.page_size, block, available)
-    return plan_auto(available, what, fraction, config.page_size, block)
+        return plan_fixed(config.kv_cache_num_tokens, config.page_size, block, available, num_groups)
+    return plan_auto(available, what, fraction, config.page_size, block, num_groups)
 
 
 def _free_cpu_bytes(num_workers: int, forward: ForwardMemory | None, near_bytes: int | None = None) -> tuple[int, str]:

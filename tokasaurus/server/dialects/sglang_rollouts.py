@@ -644,7 +644,7 @@ def write_server_info(state: ServerState) -> Response:
         "served_model_name": state.model.name,
         "dtype": limits.dtype,
         "context_length": limits.max_tokens_per_sequence,
-        "max_total_num_tokens": limits.num_kv_blocks * limits.page_size,
+        "max_total_num_tokens": limits.num_kv_tokens,
         "page_size": limits.page_size,
         "max_running_requests": config.max_seqs_per_forward,
         "tp_size": config.tp_size,
@@ -702,8 +702,8 @@ def _loads(state: ServerState) -> list[ReplicaLoad]:
             num_running_reqs=num_running,
             num_waiting_reqs=num_all - num_running,
             num_total_reqs=num_all,
-            num_used_tokens=num_blocks * limits.page_size,
-            max_total_num_tokens=limits.num_kv_blocks * limits.page_size,
+            num_used_tokens=num_blocks * limits.page_size // limits.blocks_per_page,
+            max_total_num_tokens=limits.num_kv_tokens,
             token_usage=num_blocks / limits.num_kv_blocks,
         )
         found.append(load)

@@ -134,7 +134,7 @@ class Replica:
     def start(self, limits: EngineLimits) -> None:
         """It is ready."""
         self.is_ready, self.limits = True, limits
-        self.prefixes = PrefixIndex(limits.num_kv_blocks * limits.page_size)
+        self.prefixes = PrefixIndex(limits.num_kv_tokens)
         self.stats = EngineStats(
             num_running=0,
             num_waiting=0,
