@@ -611,27 +611,13 @@ void check_layer(bool has_out_norms) {
   const vector<float> norms[] = {as<float>(norm), as<float>(mlp_norm), as<float>(query_norm), as<float>(key_norm)};
   const auto rms = [&](int number) { return Norm{kRmsNorm, norms[number].data(), nullptr, kEps}; };
   const Norm out_norm = has_out_norms ? rms(0) : kUnnormed;
-  const PackedLayer layer{qkv.packed,
-                          out.packed,
-                          gate_up.packed,
-                          down.packed,
-                          nullptr,
-                          rms(0),
-                          rms(1),
-                          out_norm,
-                          out_norm,
-                          rms(2),
-                          rms(3),
-                          kOverHead,
-                          kHeads,
-                          kKvHeads,
-                          kHeadDim,
-                          0,
-                          0,
-                          0,
-                          0,
-                          0,
-                          has_out_norms ? 0.5 : 1};
+  const PackedLayer layer{qkv.packed,  out.packed, gate_up.packed,
+                          down.packed, nullptr,    rms(0),
+                          rms(1),      out_norm,   out_norm,
+                          rms(2),      rms(3),     kOverHead,
+                          kHeads,      kKvHeads,   kHeadDim,
+                          0,           0,          0,
+                          0,           0,          has_out_norms ? 0.5 : 1};
   vector<Element> found = as<Element>(hidden);
   toka_run_layers(&layer, 1, &forward, kRows, as<float>(cos_sin).data(), 1, nullptr, found.data());
   // Intermediate results are rounded a dozen times; the cache rounds keys and values.
