@@ -3,14 +3,15 @@
 import math
 import signal
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from tokasaurus.messages.commands import NOTHING_HELD, Held, UpdateWeights
 
-IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
+if TYPE_CHECKING:  # commands that only ask import no NumPy
+    import numpy as np
+    from numpy.typing import NDArray
+
+IntOrArray = TypeVar("IntOrArray", int, "NDArray[np.int64]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,7 +291,7 @@ class TensorCache(ABC):
     _shape: KVShape
     _keys: Tensor
     _values: Tensor
-    _windows: WindowTables
+    _windows = WindowTables(0, 0)
 
     @abstractmethod
     def _cache_size(self, num_blocks: int) -> tuple[int, ...]:
