@@ -55,7 +55,7 @@ class BlockAllocator:
 
     @property
     def num_held_by_windows(self) -> int:
-        """Those of num_used that are in sets of layers with windows."""
+        """The part of num_used in which layers with windows keep tokens."""
         return 0 if self.windows is None else self.windows.groups.num_groups * self.windows.num_held
 
     def allocate(self, num_blocks: int, step_id: int = 0) -> NDArray[np.int32]:

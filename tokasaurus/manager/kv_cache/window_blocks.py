@@ -34,7 +34,7 @@ class WindowSets:
         self.num_held = 0
         """Sets that are there and held."""
         self._unheld: dict[int, int] = {}
-        """Sets that are there and nobody holds, those to be evicted first first: the tick since when."""
+        """Sets that are there and nobody holds, in the order of their eviction: the tick since when."""
         self._new: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
 
     @property
@@ -126,7 +126,7 @@ class WindowSets:
         return next(iter(self._unheld.values()), None)
 
     def evict(self) -> NDArray[np.int32]:
-        """Give up the set that was held last the longest time ago. Returns its blocks."""
+        """Give up the set that nobody has held for the longest time. Returns its blocks."""
         block = next(iter(self._unheld))
         del self._unheld[block]
         return self._take(np.array([block], np.int32))
