@@ -16,6 +16,7 @@ from tokasaurus.messages.forward import (
     PromptLogprobsOutput,
     SlotChanges,
     SlotOpens,
+    StateSaves,
     TableCopies,
     TokenMasks,
     TopOfRows,
@@ -54,6 +55,7 @@ FULL = ForwardInput(
     PromptLogprobsInput(int32(24), int32(25), int32(26), 27),
     TokenMasks(int32(28), np.array([[29]], np.uint32)),
     microbatch=30,
+    saves=StateSaves(int32(35), int32(36), int32(37)),
 )
 PLAIN = ForwardInput(1, int32(2), int32(1), 1, NOTHING, SlotChanges(NOTHING, None, NOTHING, NOTHING))
 RESULT = ForwardOutput(

@@ -114,6 +114,9 @@ class SlotOpens:
     their logits. None if equal to first_positions for all."""
     adapters: NDArray[np.int32] | None = None
     """int32 [O], number of the slot's adapter, 0 for none; None if no opened slot has one."""
+    snapshots: NDArray[np.int32] | None = None
+    """int32 [O], the snapshot in which states are those after the token before the first position, from 1 on; 0: states
+    are zeros. None if all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,21 @@ class SlotChanges:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSaves:
+    """A snapshots that a step keeps of the states of its prefill rows, for prompts that begin with the same tokens.
+
+    The snapshots that slots opened by the same message start from are read, not written, by that step.
+    """
+
+    rows: NDArray[np.int32]
+    """int32 [A], indices into the S rows, ascending; a row may have several."""
+    num_tokens: NDArray[np.int32]
+    """int32 [A], the row's tokens in this step that are before the snapshot: from 1 to all, ascending in a row."""
+    snapshots: NDArray[np.int32]
+    """int32 [A], their numbers, from 1 on."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInput:
     """One step. Every rank of a replica receives the same message.
 
@@ -194,12 +212,14 @@ class ForwardInput:
     """None if no row has a mask."""
     microbatch: int = 0
     """The microbatch of all its rows: see manager/engine/microbatches."""
+    saves: StateSaves | None = None
+    """None if no snapshot is kept."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         changes = self.changes
         arrays = self.slots, self.num_tokens, self.prompt_ids, changes.closed, changes.block_slots, changes.block_ids
         parts = changes.opened, changes.copies, changes.adapters, changes.windows
-        rest = self.groups, self.prompt_logprobs, self.masks, self.microbatch
+        rest = self.groups, self.prompt_logprobs, self.masks, self.microbatch, self.saves
         return _forward_input, (self.step_id, self.num_decode, *map(_int32_bytes, arrays), *parts, *rest)
 
 

@@ -162,6 +162,9 @@ class EngineLimits:
     """Why adapters cannot be loaded, for the user; "" if they can."""
     windows: WindowGroups | None = None
     """None: all layers keep the keys and values of all tokens, in the same blocks."""
+    num_snapshots: int = 0
+    """Snapshots of the states of layers for which there is memory, beside the states of running sequences; 0: no layer
+    has a state."""
 
     @property
     def blocks_per_page(self) -> int:
