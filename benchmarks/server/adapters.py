@@ -41,7 +41,7 @@ def write_random_adapter(directory: Path, info: ModelInfo, rank: int, seed: int)
     """Of all linear layers but those of experts, in float32."""
     rng, tensors = np.random.default_rng(seed), dict[str, tuple[str, tuple[int, ...], bytes]]()
     for index, layer in enumerate(info.spec.layers):
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp = layer.own_attention, layer.mlp
         hidden, query = info.hidden_size, attention.num_heads * attention.head_dim
         key = attention.num_kv_heads * attention.head_dim
         shapes = {"self_attn.q_proj": (query, hidden), "self_attn.o_proj": (hidden, query)}

@@ -63,7 +63,7 @@ def logits_of(model: Decoder, info: ModelInfo) -> Tensor:
 def test_samples_in_prefix_groups_are_those_of_samples_alone(family: str, tmp_path: Path) -> None:
     save(tmp_path, family)
     model, info = load(tmp_path, packed=True)
-    if any(layer.attention.chunk for layer in info.spec.layers):
+    if any(attention.chunk for attention in info.spec.attentions):
         pytest.skip("no step of a model with chunks of attention has prefix groups")
     runs = []
     for grouped in (False, True):

@@ -90,27 +90,27 @@ class ModelInfo:
 
     @property
     def num_heads(self) -> int:
-        return self.spec.layers[0].attention.num_heads
+        return self.spec.attentions[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.spec.layers[0].attention.num_kv_heads
+        return self.spec.attentions[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.spec.layers[0].attention.head_dim
+        return self.spec.attentions[0].head_dim
 
     @property
     def intermediate_size(self) -> int:
         """Width of the widest MLP; of experts, those of a token together."""
-        return max(layer.mlp.row_width for layer in self.spec.layers)
+        return max((mlp.row_width for mlp in self.spec.mlps), default=0)
 
     @property
     def head_layers(self) -> float:
         """How many layers, of the mean of all, have as much work for a token as the LM head: as many parameters, but of
         experts those of the chosen ones."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        in_mlps = sum(layer.mlp.num_outputs + layer.mlp.row_width for layer in self.spec.layers)
+        in_mlps = sum(mlp.num_outputs + mlp.row_width for mlp in self.spec.mlps)
         return self.vocab_size / (attention + in_mlps / self.num_layers)
 
 

@@ -4,6 +4,7 @@ Loading makes equal what it can, so these are no options: norms that scale by 1 
 interleaved channels or of a part of each head (see model/decoder/stored_tensors), and tensors stored fused or split.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -69,6 +70,8 @@ class AttentionSpec:
     """Each query head has a learned score, its sink, beside the tokens' scores; the sink's value is zero."""
     clip: float | None = None
     """Queries, keys and values are clamped to this magnitude, before any norm; None: they are not."""
+    has_out_gate: bool = False
+    """What is attended is multiplied by the sigmoid of a linear layer's outputs, before the output projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +182,148 @@ class ExpertsSpec:
         return own if self.shared is None else own + self.shared.num_outputs
 
 
+def _state_row(recurrent: int, conv: int) -> int:
+    """Numbers of a sequence's state in a layer: whole cache lines."""
+    return -(-(recurrent + conv) // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """Gated DeltaNet, arXiv 2412.06464: queries, keys and values pass a short convolution; each value head has a matrix
+    as its state, which decays by a token's gate, and learns the token's value for its key. An RMS norm of each head's
+    output comes before the output gate."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    """Numbers of a head's key, and of its query."""
+    value_dim: int
+    conv_size: int
+    """Tokens that the convolution sees, the current one among them."""
+    eps: float
+    """Of the norm of outputs."""
+
+    def num_recurrent(self, tp_size: int) -> int:
+        """Numbers of a rank's recurrent state: [value heads, key_dim, value_dim]."""
+        return self.num_value_heads // tp_size * self.key_dim * self.value_dim
+
+    def num_channels(self, tp_size: int) -> int:
+        """Channels of a rank's convolution: of queries, keys, and values."""
+        return (2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim) // tp_size
+
+    def num_numbers(self, tp_size: int) -> int:
+        """Of a sequence's state on one rank: recurrent, then [conv_size - 1, channels], then padding."""
+        return _state_row(self.num_recurrent(tp_size), (self.conv_size - 1) * self.num_channels(tp_size))
+
+    @property
+    def units(self) -> dict[str, int]:
+        """What tensor-parallel ranks divide."""
+        return {"key heads of states": self.num_key_heads}
+
+    @property
+    def output_sizes(self) -> dict[str, int]:
+        """As of LayerSpec."""
+        key, value = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
+        sizes = {"q_proj": key, "k_proj": key, "v_proj": value, "z_proj": value}
+        sizes |= {"b_proj": self.num_value_heads, "a_proj": self.num_value_heads}
+        return {f"state.{name}": size for name, size in sizes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A gated convolution over the last tokens, c * conv(b * x), between two linear layers."""
+
+    width: int
+    conv_size: int
+    has_bias: bool = False
+    """The convolution and both linear layers have biases."""
+
+    def num_recurrent(self, tp_size: int) -> int:  # noqa: ARG002  (as the others have it)
+        return 0
+
+    def num_channels(self, tp_size: int) -> int:
+        return self.width // tp_size
+
+    def num_numbers(self, tp_size: int) -> int:
+        """As of GatedDeltaSpec."""
+        return _state_row(0, (self.conv_size - 1) * self.num_channels(tp_size))
+
+    @property
+    def units(self) -> dict[str, int]:
+        return {"channels of states": self.width}
+
+    @property
+    def output_sizes(self) -> dict[str, int]:
+        """As of LayerSpec."""
+        return {f"state.{name}_proj": self.width for name in "bcx"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec:
+    """Mamba 2, arXiv 2405.21060: x, B and C pass a short convolution; each head has a matrix as its state, which decays
+    by the head's rate and the token's time step, and gets the token's x for its B; heads of a group share B and C."""
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    """Numbers of a group's B, and of its C."""
+    num_groups: int
+    conv_size: int
+    eps: float
+    has_conv_bias: bool = True
+    has_bias: bool = False
+    """Of the projection of inputs."""
+    has_out_bias: bool = False
+    has_norm: bool = True
+    """Outputs are normalised, group by group."""
+    norm_before_gate: bool = False
+    """The norm is of outputs that the gate has not multiplied yet."""
+    min_step: float = 0.0
+    """Of time steps."""
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """Factors of the projections: gate, x, B, C, time step."""
+
+    def num_rank_groups(self, tp_size: int) -> int:
+        """With fewer groups than ranks, neighbouring ranks share one."""
+        return max(1, self.num_groups // tp_size)
+
+    def num_recurrent(self, tp_size: int) -> int:
+        """Numbers of a rank's recurrent state: [heads, state_size, head_dim]."""
+        return self.num_heads // tp_size * self.state_size * self.head_dim
+
+    def num_channels(self, tp_size: int) -> int:
+        """Channels of a rank's convolution: of x, B and C."""
+        return self.num_heads // tp_size * self.head_dim + 2 * self.num_rank_groups(tp_size) * self.state_size
+
+    def num_numbers(self, tp_size: int) -> int:
+        """As of GatedDeltaSpec."""
+        return _state_row(self.num_recurrent(tp_size), (self.conv_size - 1) * self.num_channels(tp_size))
+
+    @property
+    def units(self) -> dict[str, int]:
+        return {"heads of states": self.num_heads}
+
+    @property
+    def output_sizes(self) -> dict[str, int]:
+        """As of LayerSpec."""
+        width, group = self.num_heads * self.head_dim, self.num_groups * self.state_size
+        sizes = {"z_proj": width, "x_proj": width, "b_proj": group, "c_proj": group, "dt_proj": self.num_heads}
+        return {f"state.{name}": size for name, size in sizes.items()}
+
+
+StateSpec = GatedDeltaSpec | ShortConvSpec | Mamba2Spec
+"""A state of fixed size beside, or in place of, keys and values."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer: hidden + attention, then hidden + MLP, each of the normed hidden states."""
 
-    attention: AttentionSpec
-    mlp: MLPSpec | ExpertsSpec
+    attention: AttentionSpec | None
+    """None: the layer has a state in its place, or neither."""
+    mlp: MLPSpec | ExpertsSpec | None
     attention_norm: NormSpec | None
-    """Of attention's input."""
+    """Of the input of attention and state."""
     mlp_norm: NormSpec | None
     """Of the MLP's input. With is_parallel, None: the MLP has attention's normed input."""
     attention_out_norm: NormSpec | None = None
@@ -197,13 +334,24 @@ class LayerSpec:
     """Attention and MLP have the same input, and both outputs are added to it."""
     residual_multiplier: float = 1.0
     """Factor of what attention and MLP add."""
+    state: StateSpec | None = None
+    """Of the layer's state; its output is added as attention's is."""
+
+    @property
+    def own_attention(self) -> AttentionSpec:
+        """Of a layer that is known to have it."""
+        assert self.attention is not None
+        return self.attention
 
     @property
     def is_plain(self) -> bool:
         """Whether it is the layer of Llama, Qwen 2 and Qwen 3: RMS norms before attention and MLP, optionally a bias of
         queries, keys and values and a norm of each head's query and key before rotary; gated silu. How scores are made
         is the attention backend's matter."""
-        attention, norm = self.attention, self.attention.query_key_norm
+        attention = self.attention
+        if attention is None or self.mlp is None or self.state is not None or attention.has_out_gate:
+            return False
+        norm = attention.query_key_norm
         return (
             self.attention_norm is not None
             and self.mlp_norm is not None
@@ -225,8 +373,12 @@ class LayerSpec:
     def output_sizes(self) -> dict[str, int]:
         """Output features of the linear layers that share an input, by Llama's names."""
         attention, mlp = self.attention, self.mlp
-        query, key = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        sizes = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
+        sizes = {} if self.state is None else self.state.output_sizes
+        if attention is not None:
+            query, key = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+            sizes |= {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
+        if mlp is None:
+            return sizes
         if isinstance(mlp, ExpertsSpec):
             return sizes | {ROUTER: mlp.router.num_experts}
         return sizes | {"mlp.up_proj": mlp.width} | ({"mlp.gate_proj": mlp.width} if mlp.is_gated else {})
@@ -237,7 +389,7 @@ class ModelSpec:
     """A whole model."""
 
     layers: tuple[LayerSpec, ...]
-    """All have the same heads and head size."""
+    """Those with attention have the same heads and head size."""
     hidden_size: int
     vocab_size: int
     final_norm: NormSpec
@@ -250,20 +402,42 @@ class ModelSpec:
     has_head_bias: bool = False
 
     @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Of the layers that have it."""
+        return attentions_of(self.layers)
+
+    @property
+    def mlps(self) -> tuple[MLPSpec | ExpertsSpec, ...]:
+        """Of the layers that have one."""
+        return tuple(layer.mlp for layer in self.layers if layer.mlp is not None)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer has a state."""
+        return any(layer.state is not None for layer in self.layers)
+
+    @property
     def num_chosen_experts(self) -> int:
         """Most experts that a layer chooses for a token; 0 if none has experts."""
-        return max(layer.mlp.num_rows for layer in self.layers)
+        return max((mlp.num_rows for mlp in self.mlps), default=0)
 
     @property
     def num_experts(self) -> int:
         """Most experts of a layer among which a router chooses."""
-        return max(layer.mlp.router.num_experts if isinstance(layer.mlp, ExpertsSpec) else 0 for layer in self.layers)
+        return max((mlp.router.num_experts for mlp in self.mlps if isinstance(mlp, ExpertsSpec)), default=0)
 
     @property
     def num_rotary_tables(self) -> int:
         """Tables of cosines and sines: those of `rotary`, and one that rotates nothing if any layer has none."""
-        return len(self.rotary) + any(layer.attention.rotary is None for layer in self.layers)
+        return len(self.rotary) + any(attention.rotary is None for attention in self.attentions)
 
     def table_of(self, layer: LayerSpec) -> int:
-        """Index of the layer's table among the num_rotary_tables."""
+        """Index of the layer's table among the num_rotary_tables; 0 if it has no attention."""
+        if layer.attention is None:
+            return 0
         return len(self.rotary) if layer.attention.rotary is None else layer.attention.rotary
+
+
+def attentions_of(layers: Iterable[LayerSpec]) -> tuple[AttentionSpec, ...]:
+    """Of those that have it."""
+    return tuple(layer.attention for layer in layers if layer.attention is not None)

@@ -1,11 +1,11 @@
 """Sizes of the buffers that a worker allocates, in numbers alone: `toka plan` counts them without torch, and the
 modules that allocate them take them from here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tokasaurus.checkpoint.spec import AttentionSpec
+from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import WindowGroups
@@ -66,6 +66,12 @@ def places_of(layers: Sequence[AttentionSpec], groups: WindowGroups) -> tuple[La
         places.append(LayerPlace(group + is_limited, number))
         seen[is_limited] += 1
     return tuple(places)
+
+
+def state_bytes(layers: Iterable[LayerSpec], tp_size: int) -> int:
+    """Bytes of one sequence's states, and of one snapshot of them, in these layers on one of tp_size ranks."""
+    states = (layer.state for layer in layers if layer.state is not None)
+    return sum(state.num_numbers(tp_size) for state in states) * ITEM_BYTES["float32"]
 
 
 GRAPH_STEP = 16

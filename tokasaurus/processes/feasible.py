@@ -99,7 +99,7 @@ def _least_bytes(config: ServerConfig, info: ModelInfo) -> list[tuple[str, int, 
     """Flag, its value, and the fewest bytes that each unit of it takes in one worker."""
     item = _ITEM_BYTES[config.kv_cache_dtype or config.dtype]
     kv_heads = max(info.num_kv_heads, config.tp_size) / config.tp_size
-    kv_bytes = 2 * info.num_layers / config.pp_size * kv_heads * info.head_dim * item
+    kv_bytes = 2 * len(info.spec.attentions) / config.pp_size * kv_heads * info.head_dim * item
     longest = longest_context(info.context_length, config.max_num_tokens_per_request)
     row = info.hidden_size * _ITEM_BYTES[config.dtype]  # a hidden state; a forward has several
     table = 4 * -(-longest // config.page_size)  # a slot's table of blocks

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from tests.helpers.tiny_model import VOCAB_SIZE
 from tests.model.helpers.steps import CPU, StepDriver, make_runner
 from tokasaurus.checkpoint import ModelInfo, fit_to_tensors, read_model_info, weight_files
+from tokasaurus.checkpoint.spec import attentions_of
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attends_over
@@ -100,7 +101,7 @@ def run_whole_prompt(
     """One stage's forward of one prompt, with a KV cache of its own -> its hidden states, or all logits."""
     num_heads = mesh.shard(model_info.num_heads, "")[1]
     num_kv_heads = mesh.kv_head_shard(model_info.num_kv_heads)[1]
-    layers = tuple(model.spec.layers[index].attention for index in mesh.stage_layers(model_info))
+    layers = attentions_of(model.spec.layers[index] for index in mesh.stage_layers(model_info))
     sizes = len(layers), num_heads, num_kv_heads, model_info.head_dim, 16
     shape = KVShape(*sizes, torch.float32, CPU, layers=layers, sinks=model.sinks)
     backend = make_backend("reference", shape, None)

@@ -20,9 +20,10 @@ def fitted(layers: Sequence[LayerSpec]) -> Layers:
 
     def fit(layer: LayerSpec, plain: LayerSpec) -> LayerSpec:
         assert isinstance(layer.mlp, MLPSpec)
-        own, mlp = plain.attention, replace(layer.mlp, width=plain.mlp.row_width)
+        assert isinstance(plain.mlp, MLPSpec)
+        own, mlp = plain.attention, replace(layer.mlp, width=plain.mlp.width)
         sizes: dict[str, Any] = {name: getattr(own, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-        return replace(layer, attention=replace(layer.attention, **sizes), mlp=mlp)
+        return replace(layer, attention=replace(layer.own_attention, **sizes), mlp=mlp)
 
     return lambda plain: [fit(layer, plain) for layer in layers]
 

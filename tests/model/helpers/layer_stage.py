@@ -36,7 +36,7 @@ Layers = Callable[[LayerSpec], Sequence[LayerSpec]]
 
 def alike(**attention: Any) -> Layers:
     """All are Llama's but for these fields of AttentionSpec."""
-    return lambda plain: [replace(plain, attention=replace(plain.attention, **attention))] * NUM_LAYERS
+    return lambda plain: [replace(plain, attention=replace(plain.own_attention, **attention))] * NUM_LAYERS
 
 
 MIDDLE = Mesh(pp_rank=1, pp_size=3)
@@ -64,7 +64,7 @@ def make_stage(case: Case, layers: Layers, kernels: Kernels | None, quantization
         dtype="float32",
     )
     made = tuple(layers(info.spec.layers[0]))
-    rotary = (RopeInfo(1e4), RopeInfo(50.0))[: 1 + max(layer.attention.rotary or 0 for layer in made)]
+    rotary = (RopeInfo(1e4), RopeInfo(50.0))[: 1 + max(layer.own_attention.rotary or 0 for layer in made)]
     spec = replace(info.spec, layers=made * MIDDLE.pp_size, rotary=rotary)
     stage = Decoder(replace(info, spec=spec), MIDDLE, case.dtype)
     stage.materialize(CPU, 2000)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tokasaurus.checkpoint import ModelInfo, read_model_info, weight_files
+from tokasaurus.checkpoint.spec import attentions_of
 from tokasaurus.messages.forward import (
     ForwardInput,
     LogitRules,
@@ -60,10 +61,11 @@ def make_runner(
     adapters: ModelAdapters | None = None,
 ) -> ModelRunner:
     num_heads, num_kv_heads = mesh.shard(info.num_heads, "heads")[1], mesh.kv_head_shard(info.num_kv_heads)[1]
+    layers = attentions_of(model.spec.layers[index] for index in mesh.stage_layers(info))
     shape = KVShape(
-        *(len(mesh.stage_layers(info)), num_heads, num_kv_heads, info.head_dim, page_size, dtype, device),
+        *(len(layers), num_heads, num_kv_heads, info.head_dim, page_size, dtype, device),
         activation_dtype=model.activation_dtype,
-        layers=tuple(layer.attention for layer in (model.spec.layers[index] for index in mesh.stage_layers(info))),
+        layers=layers,
         sinks=model.sinks,
     )
     kernels = load_kernels()

@@ -22,7 +22,9 @@ def _granite_swa(config: Settings) -> ModelSpec:
     rotary = tuple(replace(config.rope, theta=float(theta)) for theta in bases)
     windows = config.windows(lambda index: index % 4 != 0)
     layers = [
-        replace(plain, attention=replace(plain.attention, window=window, rotary=bases.index(theta) if theta else None))
+        replace(
+            plain, attention=replace(plain.own_attention, window=window, rotary=bases.index(theta) if theta else None)
+        )
         for window, theta in zip(windows, thetas, strict=True)
     ]
     return config.model(layers, config.norm(), rotary=rotary or (config.rope,), **scales_of_granite(config))

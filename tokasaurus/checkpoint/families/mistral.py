@@ -27,7 +27,7 @@ def _ministral3(config: Settings) -> ModelSpec:
     scale = positive_float(setting, "llama_4_scaling_beta", 1e3)
     original = positive_int(setting, "original_max_position_embeddings", MAX_CONTEXT)
     of_queries = replace(config.rope, position_scale=scale, original_context_length=original)
-    layers = [replace(layer, attention=replace(layer.attention, query_rotary=1)) for layer in plain.layers]
+    layers = [replace(layer, attention=replace(layer.own_attention, query_rotary=1)) for layer in plain.layers]
     return replace(plain, layers=tuple(layers), rotary=(config.rope, of_queries))
 
 

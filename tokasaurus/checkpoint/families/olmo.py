@@ -25,7 +25,7 @@ def _late_norms(config: Settings) -> LayerSpec:
 def _olmo3(config: Settings) -> ModelSpec:
     plain = _late_norms(config)
     layers = [
-        replace(plain, attention=replace(plain.attention, window=window, rotary=0 if window is None else 1))
+        replace(plain, attention=replace(plain.own_attention, window=window, rotary=0 if window is None else 1))
         for window in config.windows(lambda index: (index + 1) % 4 != 0)
     ]
     return config.model(layers, config.norm(), rotary=config.rotary_by_type("rope_theta"))

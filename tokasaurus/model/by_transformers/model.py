@@ -221,7 +221,7 @@ class TransformersModel(Model):
     ) -> Tensor:
         """As Answers. The probe has looked at mask and options."""
         (layer, has_all), mesh = self._layers[module], self._mesh
-        spec, value_dim, dtype = self.spec.layers[layer].attention, value.shape[-1], value.dtype
+        spec, value_dim, dtype = self.spec.layers[layer].own_attention, value.shape[-1], value.dtype
         own_kv = mesh.kv_head_shard(spec.num_kv_heads)
         num_kv_heads = spec.num_kv_heads if has_all else own_kv[1]
         query, key, value = (_by_token(each.to(self.activation_dtype), spec.head_dim) for each in (query, key, value))

@@ -39,7 +39,7 @@ class PackedLayer:
     """Of qkv, out, gate_up and down; None: no adapter adds to it."""
 
     def struct(self) -> PackedLayerStruct:
-        attention, mlp = self.spec.attention, self.mlp
+        attention, mlp = self.spec.own_attention, self.mlp
         own = (
             (*(packed.struct for packed in mlp), None)
             if isinstance(mlp, tuple)
@@ -63,6 +63,8 @@ class PackedLayers:
     @staticmethod
     def computes(layer: LayerSpec) -> bool:
         """Whether the kernels compute such a layer."""
+        if layer.attention is None or layer.mlp is None or layer.state is not None or layer.attention.has_out_gate:
+            return False
         mlp = layer.mlp.expert if isinstance(layer.mlp, ExpertsSpec) else layer.mlp
         return mlp.activation in ACTIVATIONS
 

@@ -184,8 +184,9 @@ class DecoderLayer(nn.Module):
         self.attention_norm, self.mlp_norm, self.attention_out_norm, self.mlp_out_norm = (
             None if norm is None else Norm(norm, size, dtype) for norm in norms
         )
-        self.attention = Attention(spec.attention, size, mesh, layer_index, dtype)
+        self.attention = Attention(spec.own_attention, size, mesh, layer_index, dtype)
         own = spec.mlp
+        assert own is not None
         self.mlp = MLP(own, size, mesh, dtype) if isinstance(own, MLPSpec) else Experts(own, size, mesh, dtype)
 
     @property
@@ -201,8 +202,8 @@ class DecoderLayer(nn.Module):
 
     def table(self, cos_sin: Tensor) -> Tensor:
         """cos_sin [T, tables, D] -> the layer's, [T, 1, D]; or the one of queries and the one of keys, [T, 2, D]."""
-        if self.spec.attention.query_rotary is not None:
-            return cos_sin[:, [self.spec.attention.query_rotary, self.table_index]]
+        if self.spec.own_attention.query_rotary is not None:
+            return cos_sin[:, [self.spec.own_attention.query_rotary, self.table_index]]
         return cos_sin[:, self.table_index : self.table_index + 1] if self._has_tables else cos_sin
 
     def before_attention(self, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -246,7 +247,7 @@ class DecoderLayer(nn.Module):
             *(attention.query_norm, attention.key_norm),
         )
         packed_norms = tuple(None if norm is None else norm.packed for norm in norms)
-        rotary = -1 if self.spec.attention.rotary is None else self.table_index
+        rotary = -1 if self.spec.own_attention.rotary is None else self.table_index
         adapters = [linear.packed_adapters for linear in self.dense_linears()]
         return PackedLayer(self.spec, rotary, qkv, out, fed, packed_norms, (*adapters, None, None)[:4])
 

@@ -58,7 +58,7 @@ def num_in_adapter(info: ModelInfo, mesh: Mesh, rank: int) -> int:
     """Numbers that this rank of the model has of an adapter (LoRA) of all linear layers but those of experts."""
     count, hidden_size = 0, info.hidden_size
     for layer in (info.spec.layers[index] for index in mesh.stage_layers(info)):
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp = layer.own_attention, layer.mlp
         query = mesh.shard(attention.num_heads, "attention heads")[1] * attention.head_dim
         key = mesh.kv_head_shard(attention.num_kv_heads)[1] * attention.head_dim
         count += 4 * hidden_size + 2 * query + 2 * key
@@ -68,7 +68,7 @@ def num_in_adapter(info: ModelInfo, mesh: Mesh, rank: int) -> int:
 
 
 def _of_layer(layer: LayerSpec, hidden_size: int, mesh: Mesh, is_active: bool) -> int:
-    attention, is_first = layer.attention, mesh.tp_rank == 0
+    attention, is_first = layer.own_attention, mesh.tp_rank == 0
     query = mesh.shard(attention.num_heads, "attention heads")[1] * attention.head_dim
     key = mesh.kv_head_shard(attention.num_kv_heads)[1] * attention.head_dim
     projected = query + 2 * key
@@ -78,7 +78,7 @@ def _of_layer(layer: LayerSpec, hidden_size: int, mesh: Mesh, is_active: bool) -
         normed = query + key
     count += _of_norm(attention.query_key_norm, normed) + attention.has_sinks * query // attention.head_dim
     count += is_first * hidden_size * attention.has_out_bias  # added once, by the first rank
-    count += _of_mlp(layer.mlp, hidden_size, mesh, is_active)
+    count += 0 if layer.mlp is None else _of_mlp(layer.mlp, hidden_size, mesh, is_active)
     norms = layer.attention_norm, layer.mlp_norm, layer.attention_out_norm, layer.mlp_out_norm
     return count + sum(_of_norm(norm, hidden_size) for norm in norms)
 

@@ -40,7 +40,6 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
     if info.stacks_experts and (expert := _OF_EXPERT.fullmatch(module)) and stored.stack is not None:
         return _in_stack(shard, stored.stack, prefix, int(expert[1]), f"{expert[2]}.{kind}", info.spec.layers[layer])
     name, before = stored.place(module)
-    attention = info.spec.layers[layer].attention
     shape, part = shard.shape, shard.shard
     if name in stored.fused:
         sizes = info.spec.layers[layer].output_sizes
@@ -49,17 +48,15 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
         if part:
             part = (slice(part[0].start + offset, part[0].stop + offset), *part[1:])
     elif stored.norms_by_head and module in ("self_attn.q_norm", "self_attn.k_norm"):
+        attention = info.spec.layers[layer].own_attention
         shape = (prod(shape) // attention.head_dim, attention.head_dim)
         if part:
             part = (slice(part[0].start // attention.head_dim, part[0].stop // attention.head_dim), slice(None))
     elif stored.has_choice_bias_row and module == "mlp.choice":
         shape, part = (1, *shape), (slice(None), *part)
     order = None
-    if module in _ROTATED and attention.rotary is not None and shard.target is not None:
-        channels = channel_order(attention, info.spec.rotary[attention.rotary].num_rotated(attention.head_dim), stored)
-        num_rows = len(range(*shard.shard[0].indices(shard.shape[0])))  # a packed weight's target is empty
-        heads = torch.arange(0, num_rows, attention.head_dim).unsqueeze(1)
-        order = None if channels is None else (heads + channels).flatten()
+    if module in _ROTATED and shard.target is not None:
+        order = _order_of_heads(shard, info, info.spec.layers[layer].own_attention, stored)
     is_norm = len(shard.shape) == 1 and "_proj" not in module and kind == "weight"
     return replace(
         shard,
@@ -70,6 +67,18 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
         added=1.0 if stored.adds_one and is_norm else 0.0,
         is_flattened=shape != shard.shape and len(shape) != len(shard.shape),
     )
+
+
+def _order_of_heads(
+    shard: WeightShard, info: ModelInfo, attention: AttentionSpec, stored: StoredTensors
+) -> Tensor | None:
+    """As of WeightShard, of the rows of queries or keys."""
+    if attention.rotary is None:
+        return None
+    channels = channel_order(attention, info.spec.rotary[attention.rotary].num_rotated(attention.head_dim), stored)
+    num_rows = len(range(*shard.shard[0].indices(shard.shape[0])))  # a packed weight's target is empty
+    heads = torch.arange(0, num_rows, attention.head_dim).unsqueeze(1)
+    return None if channels is None else (heads + channels).flatten()
 
 
 def _in_stack(

@@ -79,11 +79,14 @@ class Mesh:
             self.kv_head_shard(info.num_kv_heads)
             if self.whole_experts and not info.spec.num_experts:
                 raise ValueError("ep=T: the model has no experts")
-            mlps, is_whole = [layer.mlp for layer in info.spec.layers], self.for_model(info).whole_experts
+            mlps, is_whole = info.spec.mlps, self.for_model(info).whole_experts
             for count in sorted({mlp.router.num_experts for mlp in mlps if is_whole and isinstance(mlp, ExpertsSpec)}):
                 self.shard(count, "experts")
             for width in sorted({width for mlp in mlps for width in mlp.widths(is_whole)}):
                 self.shard(width, "intermediate_size")
+            for state in {layer.state for layer in info.spec.layers if layer.state is not None}:
+                for name, count in state.units.items():
+                    self.shard(count, name)
         else:
             if self.whole_experts:
                 raise ValueError("ep=T: transformers' plan of the class divides its experts")

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.checkpoint.spec import ExpertsSpec
+from tokasaurus.checkpoint.spec import ExpertsSpec, attentions_of
 from tokasaurus.messages.status import UserError, WindowGroups
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.buffer_sizes import (
@@ -118,7 +118,7 @@ def kv_shape(
     """This rank's KV cache. sinks: as in KVShape. Raises ValueError for a tp_size or pp_size by which the model cannot
     be divided."""
     sizes = kv_sizes(info, mesh, page_size)
-    layers = tuple(info.spec.layers[index].attention for index in mesh.stage_layers(info))
+    layers = attentions_of(info.spec.layers[index] for index in mesh.stage_layers(info))
     groups = groups_of(info, mesh, device)
     places = () if groups is None else places_of(layers, groups)
     return KVShape(
@@ -143,7 +143,7 @@ def groups_of(info: ModelInfo, mesh: Mesh, device: torch.device) -> WindowGroups
     in one stage. In steps of several microbatches, a prompt could meet sets that another one is still computing."""
     if device.type != "cpu" or not info.is_native or mesh.pp_size > 1:
         return None
-    return window_groups([layer.attention for layer in info.spec.layers])
+    return window_groups(info.spec.attentions)
 
 
 class MemoryTable:
@@ -487,7 +487,7 @@ def largest_forward(
     hidden_row = info.hidden_size * activation_bytes + info.spec.num_rotary_tables * info.head_dim * _FLOAT
     # The LSE of every head; the output and LSE of rows that share a prefix; lists of tiles, for each window; each
     # thread's tile; and the partitions of tiles to be merged.
-    num_windows = len({(layer.attention.window, layer.attention.chunk) for layer in layers})
+    num_windows = len({(attention.window, attention.chunk) for attention in info.spec.attentions})
     num_tiles = (2 * num_rows + num_tokens * info.num_heads // _TILE_QUERIES + 1) * info.num_kv_heads * num_windows
     attention = (
         num_tokens * info.num_heads * _FLOAT
@@ -510,7 +510,7 @@ def largest_forward(
     widest = max(info.intermediate_size, query_size, info.hidden_size)
     of_experts, widest_rows, in_planes = 0, num_tokens * widest, _planes_bytes(num_tokens, 1, widest)
     tiled = 0
-    for mlp in {layer.mlp for layer in layers}:
+    for mlp in set(info.spec.mlps):
         if isinstance(mlp, ExpertsSpec):
             rows = min(num_tokens * mlp.num_rows, MAX_ROWS)
             own = rows * (info.hidden_size + mlp.expert.width) * activation_bytes + 4 * rows * _INDEX

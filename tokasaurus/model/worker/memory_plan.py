@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.checkpoint.spec import AttentionSpec
+from tokasaurus.checkpoint.spec import AttentionSpec, attentions_of
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import longest_context
 from tokasaurus.model.buffer_sizes import (
@@ -227,7 +227,7 @@ def plan_memory(info: ModelInfo, sizes: Sizes) -> MemoryPlan:
 def kv_sizes(info: ModelInfo, mesh: Mesh, page_size: int) -> KVSizes:
     """This rank's KV cache. Raises ValueError for a tp_size or pp_size by which the model cannot be divided."""
     return KVSizes(
-        num_layers=len(mesh.stage_layers(info)),
+        num_layers=len(attentions_of(info.spec.layers[index] for index in mesh.stage_layers(info))),
         num_heads=mesh.shard(info.num_heads, "attention heads")[1],
         num_kv_heads=mesh.kv_head_shard(info.num_kv_heads)[1],
         head_dim=info.head_dim,
@@ -272,7 +272,7 @@ class _Rank:
     @property
     def attentions(self) -> list[AttentionSpec]:
         """Of this worker's layers."""
-        return [self.info.spec.layers[index].attention for index in self.mesh.stage_layers(self.info)]
+        return list(attentions_of(self.info.spec.layers[index] for index in self.mesh.stage_layers(self.info)))
 
     @property
     def num_kinds(self) -> int:
@@ -282,7 +282,7 @@ class _Rank:
     @property
     def records_groups(self) -> bool:
         """Whether decode steps with prefix groups are recorded, where FlashInfer computes attention."""
-        has_windows = any(layer.attention.window is not None for layer in self.info.spec.layers)
+        has_windows = any(attention.window is not None for attention in self.info.spec.attentions)
         return bool(self.sizes.group_sizes) and not has_windows
 
     @property
@@ -294,7 +294,7 @@ class _Rank:
         query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         attention_row = 2 * info.hidden_size + 2 * (query + 2 * kv) + query
         # Of experts, a token has several rows of outputs: as they are, and twice in float32.
-        num_rows = max(layer.mlp.num_rows for layer in info.spec.layers)
+        num_rows = max((mlp.num_rows for mlp in info.spec.mlps), default=0)
         num_hidden = (2 + (1 + 2 * ITEM_BYTES["float32"] // self.sizes.item) * num_rows) * info.hidden_size
         num_parts = 1 if self.mesh.for_model(info).whole_experts else self.mesh.tp_size  # all may be of one rank
         return max(attention_row, num_hidden + 3 * (info.intermediate_size // num_parts))
