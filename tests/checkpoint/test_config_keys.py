@@ -23,6 +23,7 @@ from transformers import (
     modeling_rope_utils,
     modeling_utils,
 )
+from transformers.models.qwen3_5 import Qwen3_5VisionConfig
 
 from tests.checkpoint.helpers.configs import BASE, base_of, write
 from tokasaurus.checkpoint import CheckpointError, read_model_info
@@ -33,6 +34,7 @@ from tokasaurus.checkpoint.info import notes_on_settings, read_sampling_defaults
 from tokasaurus.checkpoint.rope import ROPE_KEYS, ROPE_TYPES
 from tokasaurus.messages.sampling import SamplingParams
 
+WITH_VISION = {"llama4_text": Llama4VisionConfig, "qwen3_5_text": Qwen3_5VisionConfig}
 NOT_IN_FILES = {
     # What transformers sets itself.
     *("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions", "__class__"),
@@ -40,7 +42,7 @@ NOT_IN_FILES = {
     *("base_model_tp_plan", "base_model_pp_plan", "attribute_map"),
     # Of classes, which the supported families leave as they are.
     # Of models with images in the same file.
-    *("text_config", "vision_config", "mm_tokens_per_image", "image_token_id"),
+    *("text_config", "vision_config", "mm_tokens_per_image", "image_token_id", "video_token_id"),
     *("default_theta", "default_rope_type", "ignore_keys_at_rope_validation", "_rope_type_labels"),
 }
 
@@ -92,8 +94,8 @@ def test_every_key_that_transformers_reads_is_listed(family: str) -> None:
         found |= set(keys_of(inspect.getsource(function), ("kwargs",)))
     found |= set(names_read(inspect.getsource(modeling_utils.PreTrainedModel.from_pretrained), ("config",)))
     found |= set(names_read(inspect.getsource(modeling_utils.PreTrainedModel.__init__), owners))
-    if family == "llama4_text":  # whose module has classes for images, too
-        found -= {field.name for field in fields(Llama4VisionConfig)} - {field.name for field in fields(config_class)}
+    if family in WITH_VISION:  # whose module has classes for images, too
+        found -= {field.name for field in fields(WITH_VISION[family])} - {field.name for field in fields(config_class)}
     assert len(found) > 40
     assert found - NOT_IN_FILES - set(keys_of_family(FAMILIES[family])) == set()
 
@@ -169,7 +171,11 @@ APPLIED_VALUES: dict[str, Any] = {
     **{"intermediate_size_mlp": 48, "moe_layers": [1], "interleave_moe_layer_step": 2, "floor_scale": 16},
     **{"attention_chunk_size": 16, "attn_temperature_tuning": True, "attn_scale": 0.5},
     "layer_rope_theta": [0, 1e4, 7e5],
-    "partial_rotary_factor": 0.25,
+    **{f"linear_{name}": 4 for name in ("num_key_heads", "key_head_dim", "value_head_dim")},
+    **{"linear_num_value_heads": 64, "linear_conv_kernel_dim": 3, "full_attention_interval": 2},
+    **{"conv_L_cache": 4, "conv_bias": True, "tie_embedding": False, "full_attn_idxs": [2], "block_ff_dim": 48},
+    **{"block_auto_adjust_ff_dim": False, "block_multiple_of": 32, "block_ffn_dim_multiplier": 9.0},
+    "partial_rotary_factor": 0.75,
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "compression_config": {"quant_method": "gptq", "bits": 4, "group_size": 128},
 }
@@ -184,7 +190,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "use_sliding_window": {"max_window_layers": 1, "sliding_window": 9, "no_rope_layers": [1, 0, 1]},
     "sliding_window": {"use_sliding_window": True, "max_window_layers": 1, "no_rope_layers": [1, 0, 1]},
     "max_window_layers": {"use_sliding_window": True},
-    "intermediate_size": {"mlp_only_layers": [0], "first_k_dense_replace": 1},
+    "intermediate_size": {"mlp_only_layers": [0], "first_k_dense_replace": 1, "block_auto_adjust_ff_dim": False},
+    "block_ff_dim": {"block_auto_adjust_ff_dim": False},
     **{key: {"num_experts": 40} for key in ("moe_topk", "num_experts_per_tok")},
     "topk_group": {"n_group": 4},
     "attn_temperature_tuning": {"floor_scale": 16},

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
-ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron")
+ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text")
 """Families whose norms scale by 1 + weight."""
 VOCAB_SIZE = 272
 EOS_ID = 256
@@ -56,6 +56,11 @@ LONGROPE = {
     **{"short_factor": [1 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]},
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_LINEAR = {
+    **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
+    **{"linear_value_head_dim": 8, "num_hidden_layers": 4},
+}
+_CONVOLVED = ["conv", "full_attention", "conv", "full_attention"]
 _SIGMOID = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5},
     "first_k_dense_replace": 0,
@@ -250,6 +255,22 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
             **{"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 128},
             **{"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True},
             **{"no_rope_layers": [0, 1, 1], "attention_chunk_size": None, "attn_temperature_tuning": False},
+        },
+    ],
+    "qwen3_next": [
+        {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 32},
+        {
+            **{**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
+            **{"head_dim": 32, "decoder_sparse_step": 2, "norm_topk_prob": False, "attention_bias": True},
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+    ],
+    "qwen3_5_text": [_LINEAR, {**_LINEAR, "linear_num_key_heads": 4, "attention_bias": True}],
+    "lfm2": [
+        {"num_hidden_layers": 4, "layer_types": _CONVOLVED, "block_multiple_of": 32},
+        {
+            **{"num_hidden_layers": 4, "layer_types": _CONVOLVED, "block_auto_adjust_ff_dim": False},
+            **{"conv_L_cache": 5, "conv_bias": True},
         },
     ],
     "cwm": [{"bos_token_id": 1, "sliding_window": 9, "head_dim": 16, "rope_parameters": _LLAMA3_ROPE}],

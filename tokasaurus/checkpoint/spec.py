@@ -377,6 +377,7 @@ class LayerSpec:
         if attention is not None:
             query, key = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
             sizes |= {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
+            sizes |= {"self_attn.gate_proj": query} if attention.has_out_gate else {}
         if mlp is None:
             return sizes
         if isinstance(mlp, ExpertsSpec):

@@ -159,10 +159,11 @@ def check_tensor_sizes(tensors: Mapping[str, StoredTensor], info: ModelInfo) -> 
     stored, layers = FAMILIES[info.family].stored, info.spec.layers
     vocab_shape = (info.vocab_size, info.hidden_size)
     expected = {info.embedding_tensor: vocab_shape}
-    with_experts = [index for index, layer in enumerate(layers) if isinstance(layer.mlp, ExpertsSpec)]
-    for layer in {0, *with_experts[:1]}:
+    kinds = {(type(layer.state), type(layer.mlp)): index for index, layer in reversed(list(enumerate(layers)))}
+    for layer in sorted(kinds.values()):
         sizes = layers[layer].output_sizes
-        for module in ("self_attn.q_proj", "self_attn.k_proj", _first_of_mlp(layers[layer])):
+        compared = {"self_attn.q_proj", "self_attn.k_proj", _first_of_mlp(layers[layer])}
+        for module in (name for name in sizes if name in compared or name.startswith("state.")):
             name, _ = stored.place(module)
             size = sum(sizes[part] for part in stored.fused.get(name, (module,)))
             expected[f"model.layers.{layer}.{name}.weight"] = (size, info.hidden_size)
@@ -186,8 +187,9 @@ def check_tensor_sizes(tensors: Mapping[str, StoredTensor], info: ModelInfo) -> 
 
 
 def _first_of_mlp(layer: LayerSpec) -> str:
-    """The module of the feed-forward by which a layer is known to be stored."""
-    return next(name for name in (ROUTER, "mlp.gate_proj", "mlp.up_proj") if name in layer.output_sizes)
+    """The module by which a layer is known to be stored: of its feed-forward, if it has one."""
+    modules = ROUTER, "mlp.gate_proj", "mlp.up_proj", *layer.output_sizes
+    return next(name for name in modules if name in layer.output_sizes)
 
 
 def is_old_buffer(name: str) -> bool:

@@ -16,10 +16,16 @@ BASE: dict[str, Any] = {
 }
 
 
+_NEEDED: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    **{family: {"full_attention_interval": 3} for family in ("qwen3_next", "qwen3_5_text")},
+    "lfm2": {"full_attn_idxs": [1]},
+}
+
+
 def base_of(family: str) -> dict[str, Any]:
     """BASE with the model_type, and keys without which the family's files are refused."""
-    needed = {"n_routed_experts": 8, "num_experts_per_tok": 2} if family == "dots1" else {}
-    return {"model_type": family, **BASE, **needed}
+    return {"model_type": family, **BASE, **_NEEDED.get(family, {})}
 
 
 def write(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:

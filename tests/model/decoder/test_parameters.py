@@ -54,7 +54,7 @@ def _check_counts(stored: ModelInfo) -> None:
                 decoder = build_decoder(info, mesh, torch.float32)
                 numbers = [parameter.numel() for parameter in decoder.parameters()]
                 assert num_parameters(info, mesh) == sum(numbers), (tied, mesh)
-                assert num_in_adapter(info, mesh, 4) == 4 * sum(
+                assert info.spec.has_states or num_in_adapter(info, mesh, 4) == 4 * sum(
                     linear.weight.shape[0] + len(linear_shards) * linear.weight.shape[1]
                     for layer in decoder.decoder_layers()
                     for linear in layer.dense_linears()

@@ -18,6 +18,7 @@ from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.decoder import Decoder, build_decoder
 from tokasaurus.model.decoder.model import Model
+from tokasaurus.model.decoder.state_rows import Segments
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.parallel.mesh import Mesh
@@ -117,6 +118,9 @@ def run_whole_prompt(
         causal=True,
     )
     positions = torch.arange(num_tokens)
+    if model.states is not None:
+        model.states.allocate(2, CPU)
+        model.states.segments = Segments.of_prompt(num_tokens, target=1)
     layout = PagedLayout(positions + 16, (everything,))
     backend.plan(layout)
     with torch.inference_mode():

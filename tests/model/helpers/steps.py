@@ -19,6 +19,7 @@ from tokasaurus.messages.forward import (
     PromptLogprobsInput,
     SlotChanges,
     SlotOpens,
+    StateSaves,
     TokenMasks,
 )
 from tokasaurus.messages.generation import SAMPLING_DTYPE
@@ -59,6 +60,7 @@ def make_runner(
     links: StageLinks | None = None,
     max_graph_rows: int = 0,
     adapters: ModelAdapters | None = None,
+    num_snapshots: int = 0,
 ) -> ModelRunner:
     num_heads, num_kv_heads = mesh.shard(info.num_heads, "heads")[1], mesh.kv_head_shard(info.num_kv_heads)[1]
     layers = attentions_of(model.spec.layers[index] for index in mesh.stage_layers(info))
@@ -75,7 +77,9 @@ def make_runner(
     slots.rules.allocate((num_blocks + 1) * page_size)
     places = model, chosen, slots, page_size, device, kernels
     rest = transfers, buffer_sizes, mesh, async_tp_threshold
-    return ModelRunner(*places, compiler, *rest, links=links, adapters=adapters)
+    runner = ModelRunner(*places, compiler, *rest, links=links, adapters=adapters)
+    runner.allocate_states(num_snapshots)
+    return runner
 
 
 def load_runner(directory: Path, dtype: torch.dtype) -> ModelRunner:
@@ -143,6 +147,7 @@ class StepDriver:
         self._num_prompt_top: dict[int, int | None] = {}
         self._first_writes: dict[int, int] = {}
         self._adapters: dict[int, int] = {}
+        self._snapshots: dict[int, int] = {}
         self._to_place: list[tuple[int, str]] = []
         self.top: dict[int, list[tuple[int, float]]] = {}
         self.logprobs_by_slot: dict[int, list[PromptLogprob]] = {}
@@ -161,6 +166,7 @@ class StepDriver:
         num_recomputed: int = 0,
         logprobs_as_sampled: bool = False,
         adapter: int = 0,
+        snapshot: int = 0,
         **params: Any,
     ) -> None:
         """shares: (other slot, blocks): this slot shares the first blocks of the other and starts after them.
@@ -169,7 +175,7 @@ class StepDriver:
         num_prompt_top: number of top-k logprobs for each prompt token, in `logprobs_by_slot` after each step that
         computes some of them; None: no prompt logprobs.
         num_recomputed: number of tokens at the end of the shared blocks that this slot computes again.
-        logprobs_as_sampled, adapter: as in SlotOpens.
+        logprobs_as_sampled, adapter: as in SlotOpens. snapshot: of the states where the slot starts; 0: none.
         params: further fields of SamplingParams."""
         other, num_shared = (slot, 0) if shares is None else shares
         table = [] if shares is None else self._tables[other][:num_shared]
@@ -184,6 +190,7 @@ class StepDriver:
         self._num_top[slot] = num_top
         self._logprobs_as_sampled[slot] = logprobs_as_sampled
         self._adapters[slot] = adapter
+        self._snapshots[slot] = snapshot
         self._to_open.append(slot)
 
     def place_adapter(self, number: int, digest: str) -> None:
@@ -204,9 +211,11 @@ class StepDriver:
         prefill: list[tuple[int, int]],
         groups: list[tuple[int, int]] | None = None,
         masks: TokenMasks | None = None,
+        saves: list[tuple[int, int, int]] | None = None,
     ) -> dict[int, tuple[int, float | None]]:
         """decode: slots. prefill: (slot, tokens) of each chunk. groups: (number of slots, shared blocks) of each group;
-        groups cover the first slots of `decode` in order. -> the sampled (token, logprob) by slot."""
+        groups cover the first slots of `decode` in order. saves: (index of the chunk, tokens, snapshot) of each.
+        -> the sampled (token, logprob) by slot."""
         prompt_ids: list[int] = []
         block_slots: list[int] = []
         blocks: list[int] = []
@@ -240,6 +249,7 @@ class StepDriver:
             groups=None if groups is None else PrefixGroups(*map(int32, zip(*groups, strict=True))),
             prompt_logprobs=wanted,
             masks=masks,
+            saves=_saves(len(decode), saves or []),
         )
         result = self.runner.run(step)
         assert result is not None
@@ -303,6 +313,7 @@ class StepDriver:
             first_writes=int32([self._first_writes[slot] for slot in slots]),
             logprobs_as_sampled=np.array([self._logprobs_as_sampled[slot] for slot in slots]),
             adapters=int32([self._adapters[slot] for slot in slots]),
+            snapshots=int32([self._snapshots[slot] for slot in slots]),
         )
 
 
@@ -315,6 +326,13 @@ class PromptLogprob:
     """1 for the most likely token."""
     top: list[tuple[int, float]]
     """The most likely tokens: (token, logprob), most likely first."""
+
+
+def _saves(num_decode: int, saves: list[tuple[int, int, int]]) -> StateSaves | None:
+    if not saves:
+        return None
+    chunks, num_tokens, snapshots = zip(*saves, strict=True)
+    return StateSaves(int32([num_decode + chunk for chunk in chunks]), int32(num_tokens), int32(snapshots))
 
 
 def int32(values: Sequence[int]) -> np.ndarray:

@@ -19,6 +19,7 @@ from tokasaurus.checkpoint.families import (
     phi,
     plain_mlps,
     smollm,
+    states,
 )
 from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields, json_object
@@ -40,6 +41,7 @@ _GROUPS = (
     hyperclova,
     hunyuan,
     experts,
+    states,
 )
 
 FAMILIES: dict[str, Family] = {name: family for group in _GROUPS for name, family in group.FAMILIES.items()}

@@ -30,7 +30,7 @@ def _layers(
     ]
 
 
-def _sparse_layers(config: Settings) -> Callable[[int], bool]:
+def sparse_layers(config: Settings) -> Callable[[int], bool]:
     """Which layers of Qwen's models have experts."""
     dense, step = (
         config.fields.get("mlp_only_layers") or [],
@@ -52,7 +52,7 @@ def _qwen2_moe(config: Settings) -> ModelSpec:
         normalizes=config.flag("norm_topk_prob"),
     )
     attentions = [replace(attention, window=window) for window in windows]
-    return config.model(_layers(config, attentions, experts, _sparse_layers(config)), config.norm())
+    return config.model(_layers(config, attentions, experts, sparse_layers(config)), config.norm())
 
 
 def _qwen3_moe(config: Settings) -> ModelSpec:
@@ -62,7 +62,7 @@ def _qwen3_moe(config: Settings) -> ModelSpec:
     experts = config.experts(
         "num_experts|num_local_experts", "moe_intermediate_size", normalizes=config.flag("norm_topk_prob")
     )
-    layers = _layers(config, [attention for _ in config.no_windows()], experts, _sparse_layers(config))
+    layers = _layers(config, [attention for _ in config.no_windows()], experts, sparse_layers(config))
     return config.model(layers, norm)
 
 
@@ -247,7 +247,7 @@ def _llama4_chunks(config: Settings, rotates: list[int]) -> list[int | None]:
 
 
 _LOSSES = ("router_aux_loss_coef", "output_router_logits")
-_FUSED = ExpertStack("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+STACKED_EXPERTS = ExpertStack("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _MIXTRAL = {
     "mlp.gate": "block_sparse_moe.gate",
     "mlp.choice": "block_sparse_moe",
@@ -257,7 +257,14 @@ _MIXTRAL = {
     },
 }
 _SHARED = {f"mlp.shared.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
-_QWEN = ("mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok")
+EXPERTS_OF_QWEN = (
+    "mlp_only_layers",
+    "decoder_sparse_step",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+)
+"""Keys."""
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _SAME_WIDTH = ("expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_shared_count")
 """Keys of GGUF files, of experts as wide as an MLP and one that is shared."""
@@ -275,7 +282,7 @@ FAMILIES = {
         "Qwen2MoeForCausalLM",
         _qwen2_moe,
         applied=(
-            *(*_QWEN, *_COUNTS, "shared_expert_intermediate_size", "qkv_bias"),
+            *(*EXPERTS_OF_QWEN, *_COUNTS, "shared_expert_intermediate_size", "qkv_bias"),
             *("use_sliding_window", "sliding_window", "max_window_layers"),
         ),
         without_effect=_LOSSES,
@@ -289,20 +296,20 @@ FAMILIES = {
                 **{f"mlp.shared.{name}_proj": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
                 "mlp.shared_gate": "mlp.shared_expert_gate",
             },
-            stack=_FUSED,
+            stack=STACKED_EXPERTS,
         ),
         gguf=GGUFFiles("qwen2moe", fields={"norm_topk_prob": False}, required=_SOFTMAX),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         _qwen3_moe,
-        applied=(*_QWEN, *_COUNTS, "attention_bias", "use_sliding_window", "sliding_window"),
+        applied=(*EXPERTS_OF_QWEN, *_COUNTS, "attention_bias", "use_sliding_window", "sliding_window"),
         without_effect=(*_LOSSES, "max_window_layers"),
         defaults={
             **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1},
             "sliding_window": 4096,
         },
-        stored=StoredTensors(stack=_FUSED),
+        stored=StoredTensors(stack=STACKED_EXPERTS),
         gguf=GGUFFiles("qwen3moe", fields={"norm_topk_prob": True}, required=_SOFTMAX),
     ),
     "mixtral": Family(
@@ -333,7 +340,7 @@ FAMILIES = {
         refused=("clip_qkv",),
         without_effect=_LOSSES,
         defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
-        stored=StoredTensors(stack=_FUSED),
+        stored=StoredTensors(stack=STACKED_EXPERTS),
         is_kv_heads_optional=True,
         gguf=GGUFFiles("olmoe", fields={"norm_topk_prob": False}, required=_SOFTMAX),
     ),
@@ -365,7 +372,10 @@ FAMILIES = {
             **{"moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12},
         },
         stored=StoredTensors(
-            {**_SHARED, "mlp.choice": "mlp.moe_statics"}, is_interleaved=True, has_choice_bias_row=True, stack=_FUSED
+            {**_SHARED, "mlp.choice": "mlp.moe_statics"},
+            is_interleaved=True,
+            has_choice_bias_row=True,
+            stack=STACKED_EXPERTS,
         ),
         is_kv_heads_optional=True,
         gguf=GGUFFiles("ernie4_5-moe", ignored=("expert_shared_feed_forward_length",), required=_SOFTMAX),
@@ -385,7 +395,7 @@ FAMILIES = {
                 **{f"mlp.shared.{name}_proj": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
                 "mlp.gate": "mlp.gate.wg",
             },
-            stack=_FUSED,
+            stack=STACKED_EXPERTS,
         ),
         is_kv_heads_optional=True,
         gguf=GGUFFiles("hunyuan-moe", ignored=_SAME_WIDTH, required=_SOFTMAX),
@@ -401,7 +411,7 @@ FAMILIES = {
             **{"n_shared_experts": 1, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1},
             **{"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1},
         },
-        stored=StoredTensors({**_SHARED, "mlp.choice": "mlp.gate"}, stack=_FUSED, has_draft_layers=True),
+        stored=StoredTensors({**_SHARED, "mlp.choice": "mlp.gate"}, stack=STACKED_EXPERTS, has_draft_layers=True),
         has_partial_rotary=True,
         gguf=GGUFFiles("glm4moe", modules=_POST_NORM, required=_SIGMOID),
     ),
@@ -415,7 +425,7 @@ FAMILIES = {
             **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
             **{"moe_intermediate_size": 1408, "sliding_window": 4096, "max_window_layers": 62, "n_shared_experts": 0},
         },
-        stored=StoredTensors({**_SHARED, "mlp.choice": "mlp.gate"}, stack=_FUSED),
+        stored=StoredTensors({**_SHARED, "mlp.choice": "mlp.gate"}, stack=STACKED_EXPERTS),
         is_kv_heads_optional=True,
         gguf=GGUFFiles("dots1", required=_SIGMOID),
     ),
@@ -482,7 +492,7 @@ FAMILIES = {
         },
         stored=StoredTensors(
             {"mlp.gate": "mlp.router"},
-            stack=replace(_FUSED, is_transposed=True, takes_turns=True),
+            stack=replace(STACKED_EXPERTS, is_transposed=True, takes_turns=True),
         ),
         is_kv_heads_optional=True,
         gguf=GGUFFiles(

@@ -66,6 +66,9 @@ class StoredTensors:
     its gate "mlp.shared_gate"."""
     fused: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Name of a module in the checkpoint -> modules here whose outputs it has, one after another."""
+    by_head: tuple[str, ...] = ()
+    """Those of `fused` whose modules have their outputs one after another within each head: of queries, or of keys of a
+    layer with a state."""
     adds_one: bool = False
     """Norms scale by 1 + the stored weight."""
     is_interleaved: bool = False

@@ -4,7 +4,7 @@ its `LayerSpec` (see checkpoint/spec)."""
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
 from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.checkpoint.info import EMBEDDING, HEAD, HEAD_BIAS
-from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
+from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, attentions_of
 from tokasaurus.checkpoint.weight_files import is_old_buffer
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.cpu.experts import PackedExperts
@@ -33,6 +33,8 @@ from tokasaurus.model.decoder.layers import (
 from tokasaurus.model.decoder.model import LayerExecutor, Model
 from tokasaurus.model.decoder.quantize import Packing
 from tokasaurus.model.decoder.row_adapters import RowAdapters
+from tokasaurus.model.decoder.state_rows import StateRows, mixing
+from tokasaurus.model.decoder.states import make_state_layer
 from tokasaurus.model.decoder.stored_tensors import as_stored
 from tokasaurus.model.decoder.weights import WeightShard, allocate_parameters
 from tokasaurus.model.parallel.collectives import sum_in_float32
@@ -73,11 +75,24 @@ class Attention(nn.Module):
         self.sinks = None
         if spec.has_sinks:
             self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32), requires_grad=False)
+        self.gate = None
+        """Of what is attended."""
+        if spec.has_out_gate:
+            outputs = [OutputShard("gate_proj", query_size, *query_shard)]
+            self.gate = FusedColumnLinear(hidden_size, outputs, spec.has_qkv_bias, dtype)
         self._head_start = head_start
 
     def project(self, x: Tensor, norm: Norm | None, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, E], normalised by `norm` -> query [T, H, D], key and value [T, K, D]; query and key are rotated."""
         return self.split_heads(self.heads(self.qkv(x, norm)), cos_sin)
+
+    def output(self, attended: Tensor, x: Tensor, norm: Norm | None) -> Tensor:
+        """attended [T, H, D] -> [T, E]. x and norm: as of project."""
+        attended = attended.flatten(1)
+        if self.gate is not None:
+            attended = attended * torch.sigmoid(self.gate(x, norm))
+        out: Tensor = self.out(attended)
+        return out
 
     def heads(self, features: Tensor) -> Tensor:
         """[..., (H + 2K) * D] -> [..., H + 2K, D]: the features of all heads, by head."""
@@ -110,6 +125,7 @@ class Attention(nn.Module):
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         shards = self.qkv.weight_shards(prefix) + self.out.weight_shards(prefix)
+        shards += [] if self.gate is None else self.gate.weight_shards(prefix)
         if self.query_norm is not None and self.key_norm is not None:
             shards += self.query_norm.weight_shards(f"{prefix}q_norm")
             shards += self.key_norm.weight_shards(f"{prefix}k_norm")
@@ -169,7 +185,8 @@ class DecoderLayer(nn.Module):
     """hidden [T, E] -> [T, E]: attention, then feed-forward, each applied to the normed input and added to it, or what
     else the spec says.
 
-    Split into two methods: the attention backend is called between them (see execution/executors).
+    Split into two methods: the attention backend is called between them (see execution/executors). layer_index: among
+    this stage's layers with attention.
     """
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, mesh: Mesh, layer_index: int, dtype: torch.dtype) -> None:
@@ -184,10 +201,20 @@ class DecoderLayer(nn.Module):
         self.attention_norm, self.mlp_norm, self.attention_out_norm, self.mlp_out_norm = (
             None if norm is None else Norm(norm, size, dtype) for norm in norms
         )
-        self.attention = Attention(spec.own_attention, size, mesh, layer_index, dtype)
-        own = spec.mlp
-        assert own is not None
-        self.mlp = MLP(own, size, mesh, dtype) if isinstance(own, MLPSpec) else Experts(own, size, mesh, dtype)
+        self.attention, self.state, own = None, None, spec.mlp
+        if spec.attention is not None:
+            self.attention = Attention(spec.attention, size, mesh, layer_index, dtype)
+        if spec.state is not None:
+            self.state = make_state_layer(spec.state, size, mesh, dtype)
+        self.mlp: MLP | Experts | None = None
+        if own is not None:
+            self.mlp = MLP(own, size, mesh, dtype) if isinstance(own, MLPSpec) else Experts(own, size, mesh, dtype)
+
+    @property
+    def own_attention(self) -> Attention:
+        """Of a layer that is known to have it."""
+        assert self.attention is not None
+        return self.attention
 
     @property
     def dense_mlp(self) -> MLP:
@@ -197,8 +224,11 @@ class DecoderLayer(nn.Module):
 
     def dense_linears(self) -> list[Linear]:
         """Those that are neither experts' nor a router."""
-        mlp = self.mlp
-        return [self.attention.qkv, self.attention.out, *((mlp.gate_up, mlp.down) if isinstance(mlp, MLP) else ())]
+        attention, state, mlp = self.attention, self.state, self.mlp
+        linears = [] if attention is None else [attention.qkv, attention.out, attention.gate]
+        linears += [] if state is None else [state.inputs, state.out]
+        linears += [mlp.gate_up, mlp.down] if isinstance(mlp, MLP) else []
+        return [each for each in linears if each is not None]
 
     def table(self, cos_sin: Tensor) -> Tensor:
         """cos_sin [T, tables, D] -> the layer's, [T, 1, D]; or the one of queries and the one of keys, [T, 2, D]."""
@@ -212,20 +242,36 @@ class DecoderLayer(nn.Module):
         The KV cache stays finite, because attention multiplies values of tokens that a row does not see by 0: tokens
         whose key or value is not finite get zeros for both. Their hidden state becomes NaN and stays so to the end.
         """
-        query, key, value = self.attention.project(hidden, self.attention_norm, self.table(cos_sin))
+        query, key, value = self.own_attention.project(hidden, self.attention_norm, self.table(cos_sin))
         key, value, is_finite = zero_nonfinite(key, value)
         return query, key, value, torch.where(is_finite[:, None], hidden, torch.nan)
 
-    def after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """attended [T, H, D], hidden [T, E] from before_attention -> hidden [T, E] for the next layer."""
-        attention_out: Tensor = self.attention.out(attended.flatten(1))
-        added = self._added(attention_out, self.attention_out_norm)
+    def after_attention(self, attended: Tensor | None, hidden: Tensor) -> Tensor:
+        """attended [T, H, D], hidden [T, E] from before_attention -> hidden [T, E] for the next layer. attended: None
+        if the layer has no attention."""
+        mixed: Tensor | None = None
+        if attended is not None:
+            mixed = self.own_attention.output(attended, hidden, self.attention_norm)
+        if self.state is not None:
+            moved: Tensor = self.state(hidden, self.attention_norm)
+            mixed = moved if mixed is None else mixed + moved
+        added = 0 if mixed is None else self._added(mixed, self.attention_out_norm)
+        if self.mlp is None:
+            return hidden + added
         if self.spec.is_parallel:
             fed: Tensor = self.mlp(hidden, self.mlp_norm or self.attention_norm)
             return hidden + added + self._added(fed, self.mlp_out_norm)
         hidden = hidden + added
         fed = self.mlp(hidden, self.mlp_norm)
         return hidden + self._added(fed, self.mlp_out_norm)
+
+    def run(self, hidden: Tensor, cos_sin: Tensor, attends: Callable[[Tensor, Tensor, Tensor, int], Tensor]) -> Tensor:
+        """hidden [T, E] -> [T, E], both halves. attends: as the first arguments of Attends."""
+        attended: Tensor | None = None
+        if self.attention is not None:
+            query, key, value, hidden = self.before_attention(hidden, cos_sin)
+            attended = attends(query, key, value, self.attention.layer_index)
+        return self.after_attention(attended, hidden)
 
     def _added(self, output: Tensor, norm: Norm | None) -> Tensor:
         """What is added to the hidden states for the output of attention or MLP."""
@@ -236,8 +282,10 @@ class DecoderLayer(nn.Module):
         """This layer for the kernels; None unless all its linear layers are packed for them, and they compute such a
         layer."""
         attention, mlp = self.attention, self.mlp
+        if not PackedLayers.computes(self.spec) or attention is None or mlp is None:
+            return None
         qkv, out, fed = attention.qkv.packed_whole, attention.out.packed_whole, mlp.packed
-        if not PackedLayers.computes(self.spec) or qkv is None or out is None or fed is None:
+        if qkv is None or out is None or fed is None:
             return None
         if isinstance(fed, PackedExperts) and not fed.has_router:
             return None
@@ -258,7 +306,8 @@ class DecoderLayer(nn.Module):
             "attention_out_norm": self.attention_out_norm,
             "mlp_out_norm": self.mlp_out_norm,
         }
-        shards = self.attention.weight_shards(f"{prefix}self_attn.") + self.mlp.weight_shards(f"{prefix}mlp.")
+        parts = ("self_attn", self.attention), ("state", self.state), ("mlp", self.mlp)
+        shards = [shard for name, part in parts if part is not None for shard in part.weight_shards(f"{prefix}{name}.")]
         for name, norm in norms.items():
             shards += [] if norm is None else norm.weight_shards(f"{prefix}{name}")
         return shards
@@ -283,13 +332,19 @@ class Decoder(Model):
             self.embedding = (
                 VocabShard(info, mesh, dtype, has_bias and info.tie_embeddings) if needs_embedding else None
             )
+            own = [spec.layers[number] for number in stage]
             self.layers = nn.ModuleList(
-                DecoderLayer(spec.layers[number], spec, mesh, layer_index, dtype)
-                for layer_index, number in enumerate(stage)
+                DecoderLayer(layer, spec, mesh, len(attentions_of(own[:index])), dtype)
+                for index, layer in enumerate(own)
             )
             self.final_norm = Norm(spec.final_norm, info.hidden_size, dtype) if mesh.is_last_stage else None
             needs_head = mesh.is_last_stage and not info.tie_embeddings
             self.lm_head = VocabShard(info, mesh, dtype, has_bias) if needs_head else None
+        if states := [layer.state for layer in own if layer.state is not None]:
+            self.states = StateRows(states, mesh.tp_size)
+            for each in self.decoder_layers():
+                if each.state is not None:
+                    each.state.use(self.states)
 
     def materialize(self, device: torch.device, num_positions: int) -> None:
         allocate_parameters(self, device)
@@ -394,7 +449,9 @@ class Decoder(Model):
     @property
     def sinks(self) -> tuple[Tensor | None, ...]:
         return tuple(
-            None if layer.attention.sinks is None else layer.attention.sinks.data for layer in self.decoder_layers()
+            None if layer.attention.sinks is None else layer.attention.sinks.data
+            for layer in self.decoder_layers()
+            if layer.attention is not None
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -415,7 +472,8 @@ class Decoder(Model):
     ) -> Tensor:
         if hidden is None:
             hidden = self.embed(token_ids)
-        return executor.run(hidden, self.rotary.at(positions), attends)
+        with mixing(self.states):
+            return executor.run(hidden, self.rotary.at(positions), attends)
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.head
@@ -461,7 +519,10 @@ class Decoder(Model):
         """
         if is_old_buffer(source) or (self._info.tie_embeddings and source in (EMBEDDING, HEAD)):
             return True
-        layer = _IN_LAYER.match(source) if FAMILIES[self._info.family].stored.has_draft_layers else None
+        has_draft_layers = FAMILIES[self._info.family].stored.has_draft_layers
+        if has_draft_layers and source.startswith("mtp."):
+            return True
+        layer = _IN_LAYER.match(source) if has_draft_layers else None
         return layer is not None and int(layer[1]) >= self._info.num_layers
 
 

@@ -19,6 +19,7 @@ from tokasaurus.model.cpu.packed_layers import PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.layers import PLAIN, Linear
 from tokasaurus.model.decoder.quantize import Packing
+from tokasaurus.model.decoder.state_rows import StateRows
 from tokasaurus.model.decoder.weights import WeightShard
 from tokasaurus.model.parallel.mesh import Mesh
 
@@ -51,6 +52,8 @@ class Model(nn.Module, ABC):
         self.packed_layers: PackedLayers | None = None
         """All layers as the CPU kernels read them; None unless they are all packed."""
         self.gemm_choice = ALWAYS_KERNELS
+        self.states: StateRows | None = None
+        """Of this stage's layers; None if none has a state."""
 
     @abstractmethod
     def materialize(self, device: torch.device, num_positions: int) -> None:

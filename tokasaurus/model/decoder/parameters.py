@@ -4,7 +4,16 @@ from typing import NamedTuple
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.info import ClassFacts
-from tokasaurus.checkpoint.spec import ExpertsSpec, LayerSpec, MLPSpec, NormSpec
+from tokasaurus.checkpoint.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    GatedDeltaSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    ShortConvSpec,
+    StateSpec,
+)
 from tokasaurus.model.parallel.mesh import Mesh
 
 
@@ -48,17 +57,21 @@ def num_parameters(info: ModelInfo, mesh: Mesh, is_active: bool = False) -> int:
     return count + is_last * (_of_norm(spec.final_norm, info.hidden_size) + vocab * spec.has_head_bias)
 
 
-def num_in_routers(info: ModelInfo, mesh: Mesh) -> int:
-    """How many of the parameters are float32, whatever the model's dtype."""
-    own = (info.spec.layers[index].mlp for index in mesh.stage_layers(info))
-    return sum(_of_router(mlp, info.hidden_size) for mlp in own if isinstance(mlp, ExpertsSpec))
+def num_in_float32(info: ModelInfo, mesh: Mesh) -> int:
+    """How many of the parameters are float32, whatever the model's dtype, apart from norms: of routers and states."""
+    layers = [info.spec.layers[index] for index in mesh.stage_layers(info)]
+    count = sum(_of_router(layer.mlp, info.hidden_size) for layer in layers if isinstance(layer.mlp, ExpertsSpec))
+    return count + sum(_beside_linears(layer.state, mesh) for layer in layers if layer.state is not None)
 
 
 def num_in_adapter(info: ModelInfo, mesh: Mesh, rank: int) -> int:
-    """Numbers that this rank of the model has of an adapter (LoRA) of all linear layers but those of experts."""
+    """Numbers that this rank of the model has of an adapter (LoRA) of all linear layers but those of experts; models
+    with states take none."""
     count, hidden_size = 0, info.hidden_size
     for layer in (info.spec.layers[index] for index in mesh.stage_layers(info)):
-        attention, mlp = layer.own_attention, layer.mlp
+        attention, mlp = layer.attention, layer.mlp
+        if attention is None:
+            continue
         query = mesh.shard(attention.num_heads, "attention heads")[1] * attention.head_dim
         key = mesh.kv_head_shard(attention.num_kv_heads)[1] * attention.head_dim
         count += 4 * hidden_size + 2 * query + 2 * key
@@ -68,19 +81,50 @@ def num_in_adapter(info: ModelInfo, mesh: Mesh, rank: int) -> int:
 
 
 def _of_layer(layer: LayerSpec, hidden_size: int, mesh: Mesh, is_active: bool) -> int:
-    attention, is_first = layer.own_attention, mesh.tp_rank == 0
+    count = 0 if layer.attention is None else _of_attention(layer.attention, hidden_size, mesh)
+    count += 0 if layer.state is None else _of_state(layer.state, hidden_size, mesh)
+    count += 0 if layer.mlp is None else _of_mlp(layer.mlp, hidden_size, mesh, is_active)
+    norms = layer.attention_norm, layer.mlp_norm, layer.attention_out_norm, layer.mlp_out_norm
+    return count + sum(_of_norm(norm, hidden_size) for norm in norms)
+
+
+def _of_attention(attention: AttentionSpec, hidden_size: int, mesh: Mesh) -> int:
+    is_first = mesh.tp_rank == 0
     query = mesh.shard(attention.num_heads, "attention heads")[1] * attention.head_dim
     key = mesh.kv_head_shard(attention.num_kv_heads)[1] * attention.head_dim
-    projected = query + 2 * key
+    projected = query * (1 + attention.has_out_gate) + 2 * key
     count = hidden_size * (projected + query) + projected * attention.has_qkv_bias
     normed = 2 * attention.head_dim
     if attention.norm_over == "width" or attention.norm_by_head:
         normed = query + key
     count += _of_norm(attention.query_key_norm, normed) + attention.has_sinks * query // attention.head_dim
-    count += is_first * hidden_size * attention.has_out_bias  # added once, by the first rank
-    count += 0 if layer.mlp is None else _of_mlp(layer.mlp, hidden_size, mesh, is_active)
-    norms = layer.attention_norm, layer.mlp_norm, layer.attention_out_norm, layer.mlp_out_norm
-    return count + sum(_of_norm(norm, hidden_size) for norm in norms)
+    return count + is_first * hidden_size * attention.has_out_bias  # added once, by the first rank
+
+
+def _of_state(state: StateSpec, hidden_size: int, mesh: Mesh) -> int:
+    tp_size, is_first = mesh.tp_size, mesh.tp_rank == 0
+    channels = state.num_channels(tp_size)
+    if isinstance(state, GatedDeltaSpec):
+        width, heads = state.num_value_heads * state.value_dim // tp_size, state.num_value_heads // tp_size
+        count = hidden_size * (channels + 2 * width + 2 * heads)
+    elif isinstance(state, ShortConvSpec):
+        count = 4 * hidden_size * channels + (3 * channels + is_first * hidden_size) * state.has_bias
+    else:
+        width, heads = state.num_heads * state.head_dim // tp_size, state.num_heads // tp_size
+        outputs = width + channels + heads
+        count = hidden_size * (outputs + width) + outputs * state.has_bias + is_first * hidden_size * state.has_out_bias
+    return count + _beside_linears(state, mesh)
+
+
+def _beside_linears(state: StateSpec, mesh: Mesh) -> int:
+    """Of the convolution, and of vectors."""
+    channels = state.num_channels(mesh.tp_size)
+    if isinstance(state, GatedDeltaSpec):
+        return channels * state.conv_size + 2 * state.num_value_heads // mesh.tp_size + state.value_dim
+    if isinstance(state, ShortConvSpec):
+        return channels * (state.conv_size + state.has_bias)
+    heads = state.num_heads // mesh.tp_size
+    return channels * (state.conv_size + state.has_conv_bias) + heads * (3 + state.has_norm * state.head_dim)
 
 
 def _of_mlp(mlp: MLPSpec | ExpertsSpec, hidden_size: int, mesh: Mesh, is_active: bool) -> int:

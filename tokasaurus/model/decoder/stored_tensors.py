@@ -7,6 +7,7 @@ the rows of both projections change places, and the channels that stay have the 
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.families import FAMILIES, StoredTensors
 from tokasaurus.checkpoint.families.family import ExpertStack
-from tokasaurus.checkpoint.spec import AttentionSpec, ExpertsSpec, LayerSpec
+from tokasaurus.checkpoint.spec import AttentionSpec, ExpertsSpec, GatedDeltaSpec, LayerSpec
 from tokasaurus.model.decoder.weights import WeightShard
 
 _OF_EXPERT = re.compile(r"mlp\.experts\.([0-9]+)\.(.+)")
@@ -57,7 +58,10 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
     order = None
     if module in _ROTATED and shard.target is not None:
         order = _order_of_heads(shard, info, info.spec.layers[layer].own_attention, stored)
-    is_norm = len(shard.shape) == 1 and "_proj" not in module and kind == "weight"
+    if name in stored.by_head and part:
+        by_head, part = _by_head(shard, stored, info.spec.layers[layer], name, before)
+        order = by_head if order is None else by_head[order]
+    is_norm = len(shard.shape) == 1 and "_proj" not in module and kind == "weight" and module != "state.norm"
     return replace(
         shard,
         source=f"{prefix}{name}.{kind}",
@@ -65,8 +69,25 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
         shard=part,
         order=order,
         added=1.0 if stored.adds_one and is_norm else 0.0,
-        is_flattened=shape != shard.shape and len(shape) != len(shard.shape),
+        is_flattened=shard.is_flattened or (shape != shard.shape and len(shape) != len(shard.shape)),
     )
+
+
+def _by_head(
+    shard: WeightShard, stored: StoredTensors, layer: LayerSpec, name: str, before: Sequence[str]
+) -> tuple[Tensor, tuple[slice, ...]]:
+    """The rows of a module that are stored head by head with those of others -> `order` of WeightShard, and the part of
+    the tensor that has the rank's heads. before: the modules whose rows come first in each head."""
+    if name.startswith("self_attn"):
+        num_heads = layer.own_attention.num_heads
+    else:
+        assert isinstance(layer.state, GatedDeltaSpec)
+        num_heads = layer.state.num_key_heads
+    sizes = {module: layer.output_sizes[module] // num_heads for module in stored.fused[name]}
+    whole, offset, own = sum(sizes.values()), sum(sizes[each] for each in before), shard.shape[0] // num_heads
+    first, end = shard.shard[0].start // own, shard.shard[0].stop // own
+    order = torch.arange(end - first).unsqueeze(1) * whole + offset + torch.arange(own)
+    return order.flatten(), (slice(first * whole, end * whole), *shard.shard[1:])
 
 
 def _order_of_heads(

@@ -62,7 +62,7 @@ def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, 
     relate_sizes(cos_sin)
     for layer in layers:
         query, key, value, is_finite = before_attention(layer, hidden, cos_sin)
-        attended = attended_by_operation(query, key, value, layer.attention.layer_index, caches=caches)
+        attended = attended_by_operation(query, key, value, layer.own_attention.layer_index, caches=caches)
         hidden = after_attention(layer, attended, is_finite, hidden)
     return hidden
 
@@ -70,7 +70,7 @@ def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, 
 def before_attention(layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """hidden [S, E], cos_sin [T, 1, D] -> query [T, H, D], key and value [T, K, D]; bool [T], whether keys and values
     are finite on this rank. Keys and values that are not finite become zeros."""
-    attention, mesh = layer.attention, layer.mesh
+    attention, mesh = layer.own_attention, layer.mesh
     assert layer.attention_norm is not None
     # The compiler does not relate the sizes of two arguments by itself.
     torch._check(cos_sin.shape[0] == hidden.shape[0] * mesh.tp_size)  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ def before_attention(layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor) -> tu
 
 def after_attention(layer: DecoderLayer, attended: Tensor, is_finite: Tensor, hidden: Tensor) -> Tensor:
     """attended [T, H, D], is_finite [T] from before_attention, hidden [S, E] -> hidden [S, E] for the next layer."""
-    attention, mlp, mesh = layer.attention, layer.dense_mlp, layer.mesh
+    attention, mlp, mesh = layer.own_attention, layer.dense_mlp, layer.mesh
     assert layer.mlp_norm is not None
     torch._check(attended.shape[0] == hidden.shape[0] * mesh.tp_size)  # type: ignore[no-untyped-call]
     # Only this rank may have seen that a token is not finite, and another rank has its hidden state: the sum tells it.

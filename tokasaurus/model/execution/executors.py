@@ -4,6 +4,7 @@ call of the CPU kernels."""
 # T tokens in this forward, E hidden size, D head size
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -36,9 +37,7 @@ class ModuleExecutor:
 
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         for layer in self._model.decoder_layers():
-            query, key, value, hidden = layer.before_attention(hidden, cos_sin)
-            attended = attends(query, key, value, layer.attention.layer_index)
-            hidden = layer.after_attention(attended, hidden)
+            hidden = layer.run(hidden, cos_sin, attends)
         return hidden
 
 
@@ -67,7 +66,7 @@ class FusedExecutor:
         if self._num_tables > 1:  # kernels read a table as one piece of memory
             by_table = cos_sin.transpose(0, 1).contiguous().unsqueeze(2)
         for layer in self._layers:
-            attention, mlp = layer.attention, layer.dense_mlp
+            attention, mlp = layer.own_attention, layer.dense_mlp
             assert layer.attention_norm is not None
             assert layer.mlp_norm is not None
             if self._num_tables > 1:
@@ -80,7 +79,7 @@ class FusedExecutor:
         return hidden if fed is None else hidden.add_(fed)
 
     def _rotate(self, layer: DecoderLayer, features: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        attention = layer.attention
+        attention = layer.own_attention
         query_norm, key_norm = attention.query_norm, attention.key_norm
         heads = attention.num_heads, attention.num_kv_heads
         if query_norm is None or key_norm is None:
@@ -95,9 +94,7 @@ def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, 
     caches: tensors of the attention backend."""
     relate_sizes(hidden, cos_sin)
     for layer in layers:
-        query, key, value, hidden = layer.before_attention(hidden, cos_sin)
-        attended = attended_by_operation(query, key, value, layer.attention.layer_index, caches=caches)
-        hidden = layer.after_attention(attended, hidden)
+        hidden = layer.run(hidden, cos_sin, partial(attended_by_operation, caches=caches))
     return hidden
 
 

@@ -287,6 +287,11 @@ class ModelRunner:
             assert isinstance(model, Decoder), "which has such an executor"
             self._kernel_decode = KernelDecode.of(model, self._executor, slots, page_size, kernels)
 
+    def allocate_states(self, num_snapshots: int) -> None:
+        """Memory for the states of all slots, and for so many snapshots; nothing if no layer has a state."""
+        if self._model.states is not None:
+            self._model.states.allocate(self._slots.num_slots + num_snapshots, self.device)
+
     def count_experts(self) -> None:
         """Count the tokens of each expert, from now on."""
         self._expert_totals = ExpertTotals(self._model.spec, self.device)
@@ -405,6 +410,8 @@ class ModelRunner:
     ) -> DeviceBatch:
         places = self._slots, self._page_size, self._staging
         batch = build_batch(step, *places, is_padded, self._token_multiple, inputs, prefixes)
+        if self._model.states is not None:
+            self._model.states.segments = self._slots.take_segments(step)
         self._slots.positions[0] = 0  # rows of padding have moved on
         return batch
 

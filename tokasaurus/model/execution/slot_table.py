@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import SlotChanges, SlotOpens, TableCopies
+from tokasaurus.messages.forward import ForwardInput, SlotChanges, SlotOpens, TableCopies
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.model.decoder.state_rows import ZEROS, Segments, segments_of
 from tokasaurus.model.execution.recorded_inputs import SlotState
 from tokasaurus.model.sampling.noise import sequence_keys
 from tokasaurus.model.sampling.rules import SlotRules, as_words, has_limits, params_to_device
@@ -60,9 +61,16 @@ class SlotTable:
         self.want_experts: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.adapters: NDArray[np.int32] = np.zeros(slots, np.int32)
         """Number of each slot's adapter; 0: none."""
+        self.state_rows: NDArray[np.int32] = np.full(slots, ZEROS, np.int32)
+        """The row where the slot's states are, as of the next step, or ZEROS: see state_rows."""
         self.rules = SlotRules(slots, device)
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.on_device = None if device.type == "cpu" else DeviceSlots(slots, size.max_blocks, device)
+
+    @property
+    def num_slots(self) -> int:
+        """With the padding slot."""
+        return len(self.positions)
 
     def apply(self, changes: SlotChanges, staging: Staging = ON_HOST) -> None:
         """Close slots, open slots, append blocks, then copy the beginnings of block tables."""
@@ -115,6 +123,12 @@ class SlotTable:
             return self.on_device.sampling(slots, staging)
         return params_to_device(params, slots.device)
 
+    def take_segments(self, step: ForwardInput) -> Segments:
+        """Of the layers' states in a step, whose changes are applied. Its slots have their states after it."""
+        segments = segments_of(step, self.state_rows[step.slots], len(self.state_rows))
+        self.state_rows[step.slots] = step.slots
+        return segments
+
     def state(self) -> SlotState:
         """What the steps' kernels read of all slots, where forwards run."""
         if self.on_device is None:
@@ -136,6 +150,10 @@ class SlotTable:
         self.logprobs_as_sampled[slots] = False if opened.logprobs_as_sampled is None else opened.logprobs_as_sampled
         self.want_experts[slots] = False if opened.want_experts is None else opened.want_experts
         self.adapters[slots] = 0 if opened.adapters is None else opened.adapters
+        self.state_rows[slots] = ZEROS
+        if opened.snapshots is not None:
+            rows = len(self.state_rows) - 1 + opened.snapshots
+            self.state_rows[slots] = np.where(opened.snapshots > 0, rows, np.int32(ZEROS))
         self.rules.open(slots, opened.rules, self.sampling)
 
 

@@ -334,6 +334,8 @@ def _no_adapters(start: Start) -> str:
         return NO_ADAPTERS
     if start.config.async_tp_threshold is not None:
         return "async_tp_threshold= computes no adapters"
+    if start.info.spec.has_states:
+        return "layers with states take no adapters"
     return "" if isinstance(start.model, Decoder) else "layers that transformers computes take no adapters"
 
 

@@ -313,9 +313,10 @@ def compare_layers(model: Decoder) -> Iterator[Measured]:
     from tokasaurus.model.decoder import triton_layers
 
     layer = next(iter(model.decoder_layers()))
-    attention, norm, mlp_norm = layer.attention, layer.attention_norm, layer.mlp_norm
+    norm, mlp_norm = layer.attention_norm, layer.mlp_norm
     if not FusedExecutor.computes(layer.spec) or norm is None or mlp_norm is None:
         return
+    attention = layer.own_attention
     dtype = norm.own_weight.dtype
     tolerance = TOLERANCES[dtype]
     random = SeededNumbers(model.device)

@@ -41,6 +41,8 @@ def choose_gemms(start: Start) -> str:
 def make_model(start: Start) -> str:
     """This rank's part of the model, on the meta device. Raises UserError."""
     arguments = start.info, start.mesh, start.dtype
+    if start.info.spec.has_states:
+        raise UserError(_why_no_states(start))
     try:
         if start.info.is_native:
             start.model = build_decoder(*arguments)
@@ -51,6 +53,15 @@ def make_model(start: Start) -> str:
     except (ValueError, CheckpointError) as error:
         raise UserError(str(error)) from error
     return ""
+
+
+def _why_no_states(start: Start) -> str:
+    """Why a model whose layers have states is not served."""
+    if start.device.type != "cpu":
+        return "layers with states have no kernels for GPUs yet"
+    if start.info.quantization is not None:
+        return "layers with states have no quantised weights yet"
+    return f"{start.info.family}: the scheduler keeps no states of layers yet"
 
 
 def load_model(start: Start) -> str:

@@ -38,7 +38,7 @@ from tokasaurus.model.buffer_sizes import (
     sizes_for,
     workspace_bytes,
 )
-from tokasaurus.model.decoder.parameters import num_in_adapter, num_in_routers, num_parameters, of_class
+from tokasaurus.model.decoder.parameters import num_in_adapter, num_in_float32, num_parameters, of_class
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.workers import max_adapter_rank, num_adapters
 
@@ -328,7 +328,7 @@ def _weights(rank: _Rank) -> Planned:
     if info.tie_embeddings and len(ends) == 2:
         ends = ["embedding, which is also the LM head"]
     num_bytes = count * item
-    if num_wide := num_in_routers(info, mesh):
+    if num_wide := num_in_float32(info, mesh):
         num_bytes += num_wide * (ITEM_BYTES["float32"] - item)
     if info.of_class is not None and sizes.activation_dtype is not None:
         of_rank, wide = of_class(info.of_class, info, mesh), ITEM_BYTES[sizes.activation_dtype]
@@ -336,15 +336,19 @@ def _weights(rank: _Rank) -> Planned:
         num_packed_too = 0 if sizes.dtype == "float16" else of_rank.num_tied  # which no layout of its own multiplies
         num_bytes += others * (wide - item) + num_packed_too * item
         what += f", {others:,} parameters outside linear layers as {wide} B each, {num_packed_too:,} of the head twice"
-    if num_wide:
-        active = num_parameters(info, mesh, is_active=True)
-        ends.append(f"{num_wide:,} of routers as 4 B; {active:,} ({show_size(active * item)}) are active for a token")
+    if num_wide and not info.spec.num_experts:
+        ends.append(f"{num_wide:,} of states as 4 B")
+    elif num_wide:
+        active, owners = num_parameters(info, mesh, is_active=True), "routers"
+        owners += " and states" if info.spec.has_states else ""
+        size = show_size(active * item)
+        ends.append(f"{num_wide:,} of {owners} as 4 B; {active:,} ({size}) are active for a token")
     return num_bytes, f"{count:,} parameters x {item} B: {', '.join([what, *ends])}"
 
 
 def _adapters(rank: _Rank) -> Planned:
     sizes, item = rank.sizes, rank.sizes.item
-    if not sizes.num_adapters or not rank.info.is_native:
+    if not sizes.num_adapters or not rank.info.is_native or rank.info.spec.has_states:
         return None
     max_rank = padded_rank(sizes.max_lora_rank)
     count = num_in_adapter(rank.info, rank.mesh, max_rank)

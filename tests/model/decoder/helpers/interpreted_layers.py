@@ -116,7 +116,7 @@ def run_ranks(directory: Path, hidden: Tensor, cos_sin: Tensor, overflow_on: int
         fused.append(FusedExecutor(model))
         fused[rank]._kernels = Launching()  # type: ignore[assignment]
         if rank == overflow_on:
-            next(iter(model.decoder_layers())).attention.qkv.register_forward_hook(break_token)
+            next(iter(model.decoder_layers())).own_attention.qkv.register_forward_hook(break_token)
 
     def run(executor: FusedExecutor) -> Tensor:
         with torch.inference_mode():
