@@ -147,6 +147,14 @@ class ServerConfig(FlagConfig):
         "attention, linear layers and sampling of this project; auto is native where the family has such layers",
         choices=("auto", "native", "transformers"),
     )
+    task: str | None = flag(
+        None,
+        "what the model makes of a text: generate is new tokens, embed vectors, score how well a document meets a "
+        "query, classify classes, reward a score without activation; auto is what the checkpoint is made for",
+        choices=("generate", "embed", "score", "classify", "reward"),
+        none_means="auto",
+        rules=tuple(excludes(task, rl="T") for task in ("embed", "score", "classify", "reward")),
+    )
     lora: dict | None = flag(  # type: ignore[type-arg]  # Pydra calls the annotation to cast
         None,
         "adapters (LoRA, as PEFT stores them) that requests may name as their model: a JSON object of names and "

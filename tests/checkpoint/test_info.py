@@ -135,7 +135,7 @@ def test_eos_ids_are_the_union_of_both_files(
         ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
         ("llama", {"hidden_act": {"silu": 1}}, "hidden_act"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
-        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ("llama", {"architectures": ["LlamaForQuestionAnswering"]}, "LlamaForQuestionAnswering"),
         ("llama", {"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope type 'proportional'"),
         ("llama", {"rope_scaling": {"type": "dynamic"}}, "factor is missing, which rope type 'dynamic' needs"),
         ("qwen2", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "short_factor must be a list"),

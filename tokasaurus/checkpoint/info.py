@@ -14,6 +14,7 @@ from tokasaurus.checkpoint.by_transformers import read_facts, spec_of
 from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys, sampling_defaults_of
 from tokasaurus.checkpoint.families import FAMILIES, Settings, is_known, text_fields
 from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable, Fields, flag, read_json
+from tokasaurus.checkpoint.pooling import PoolingInfo, generating_name, read_pooling
 from tokasaurus.checkpoint.quantized.config import Quantization, parse_quantization, quantization_beside
 from tokasaurus.checkpoint.rope import dropped_theta, extended_context_length, with_rope_scaling
 from tokasaurus.checkpoint.spec import ModelSpec
@@ -71,6 +72,8 @@ class ModelInfo:
     """How weights in safetensors files are quantised; None: they are plain numbers. GGUF files say so themselves."""
     of_class: "ClassFacts | None" = None
     """Of a model that transformers' own class computes; None: the families' layers compute it, and spec tells all."""
+    pooling: PoolingInfo | None = None
+    """What the model makes of a text in place of new tokens; None: it generates."""
 
     @property
     def is_native(self) -> bool:
@@ -114,11 +117,13 @@ class ModelInfo:
         return self.vocab_size / (attention + in_mlps / self.num_layers)
 
 
-def read_model_info(directory: Path, rope_scaling: Fields | None = None, impl: str = "auto") -> ModelInfo:
+def read_model_info(
+    directory: Path, rope_scaling: Fields | None = None, impl: str = "auto", task: str | None = None
+) -> ModelInfo:
     """Parse config.json and, if it exists, generation_config.json.
 
     rope_scaling: the flag, which replaces the model's rotary scaling; raises FlagRefused if it is wrong. impl: the flag
-    model_impl, auto, native or transformers.
+    model_impl, auto, native or transformers. task: the flag; raises FlagRefused if the model does not fit it.
 
     Raises CheckpointError, naming the file and the field, if a file is missing or malformed, or if this code would
     compute the model wrongly (unknown family, unsupported rotary scaling or format of quantised weights, an adapter).
@@ -126,7 +131,7 @@ def read_model_info(directory: Path, rope_scaling: Fields | None = None, impl: s
     refuse_adapter(directory)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
-    return read_config(directory / "config.json", generation, rope_scaling, impl)
+    return read_config(directory / "config.json", generation, rope_scaling, impl, task)
 
 
 def refuse_adapter(directory: Path) -> None:
@@ -146,13 +151,23 @@ def refuse_adapter(directory: Path) -> None:
 
 
 def read_config(
-    path: Path, generation: Mapping[str, Any] | None = None, rope_scaling: Fields | None = None, impl: str = "auto"
+    path: Path,
+    generation: Mapping[str, Any] | None = None,
+    rope_scaling: Fields | None = None,
+    impl: str = "auto",
+    task: str | None = None,
 ) -> ModelInfo:
     """Parse one config.json, with the files of SETTINGS_FILES beside it. Raises as read_model_info does.
 
     generation: the content of generation_config.json."""
     whole = read_json(path)
+    pooling = read_pooling(path.parent, whole, task)
     if impl == "transformers" or (impl == "auto" and not is_known(whole)):
+        if pooling is not None:
+            raise FlagRefused(
+                f"task={pooling.task}: transformers' class computes model_type {whole.get('model_type')!r}, and only "
+                "layers of this project give vectors and scores; supported are " + ", ".join(FAMILIES)
+            )
         if rope_scaling is not None:
             raise FlagRefused("rope_scaling= changes no model that transformers' class computes")
         try:
@@ -174,7 +189,21 @@ def read_config(
         info = _parse(config, {} if generation is None else generation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    if pooling is not None:
+        info = _with_pooling(info, pooling)
     return replace(info, quantization=quantization_beside(path.parent)) if info.quantization is None else info
+
+
+def _with_pooling(info: ModelInfo, pooling: PoolingInfo) -> ModelInfo:
+    """No LM head is read, unless its rows are the score head: the embedding has its place. Raises CheckpointError."""
+    if pooling.uses_answers and info.spec.has_head_bias:
+        raise CheckpointError("task=score is not supported for an LM head with biases")
+    longest = min(info.context_length, pooling.max_tokens or info.context_length)
+    is_tied = info.tie_embeddings or not pooling.uses_answers
+    spec = info.spec if pooling.uses_answers else replace(info.spec, has_head_bias=False)
+    return replace(
+        info, spec=spec, context_length=longest, tie_embeddings=is_tied, pooling=replace(pooling, size=info.hidden_size)
+    )
 
 
 def read_sampling_defaults(directory: Path) -> SamplingParams:
@@ -236,7 +265,8 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelInf
         raise CheckpointError(f"model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     architectures = config.get("architectures") or [family.architecture]
-    if architectures not in [[each] for each in (family.architecture, *family.other_architectures)]:
+    generating = [generating_name(each) if isinstance(each, str) else each for each in architectures]
+    if generating not in [[each] for each in (family.architecture, *family.other_architectures)]:
         raise CheckpointError(f"architectures {architectures} is not supported; {name} is {family.architecture}")
     refuse_keys(config, family, name)
     settings = Settings(config, family)

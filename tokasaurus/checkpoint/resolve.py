@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_di
 from tokasaurus.checkpoint.gguf.model import files_of_model, is_gguf, model_name
 from tokasaurus.checkpoint.info import ModelInfo, notes_on_settings, read_model_info, read_sampling_defaults
 from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable, Fields
-from tokasaurus.checkpoint.tokenizer_files import CODE_PATTERN, TOKENIZER_PATTERNS, native_tokenizer, with_tokenizer_end
+from tokasaurus.checkpoint.tokenizer_files import (
+    CODE_PATTERN,
+    TOKENIZER_PATTERNS,
+    native_tokenizer,
+    with_answers,
+    with_tokenizer_end,
+)
 from tokasaurus.checkpoint.weight_files import (
     SINGLE_NAME,
     file_states,
@@ -43,8 +50,8 @@ OnPhase = Callable[[str], None]
 OnAmount = Callable[[int, int], None]
 """Told how many bytes of a download are here, and how many it has."""
 
-# In every folder whose name does not begin like additional_chat_templates; "*" also matches "/".
-_IN_FOLDERS = ["[!a]*/*", "a[!d]*/*"]
+# In every folder whose name does not begin like additional_chat_templates or 1_Pooling; "*" also matches "/".
+_IN_FOLDERS = ["[!a1]*/*", "a[!d]*/*", "1[!_]*/*"]
 _REPO_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
@@ -100,6 +107,7 @@ def resolve_checkpoint(
     *,
     rope_scaling: Fields | None = None,
     impl: str = "auto",
+    task: str | None = None,
     trust_remote_code: bool = False,
     check: Callable[[ModelInfo], None] = _ignore_info,
     applies_sampling: bool = False,
@@ -110,7 +118,7 @@ def resolve_checkpoint(
     model.
     tokenizer: likewise, the model whose tokenizer to use; None = the model's own.
     on_phase: called with a one-line description before each phase that takes long. on_amount: during downloads.
-    rope_scaling: the flag, which replaces the model's rotary scaling. impl: the flag model_impl.
+    rope_scaling: the flag, which replaces the model's rotary scaling. impl: the flag model_impl. task: the flag.
     trust_remote_code: run the Python code that a tokenizer brings along.
     check: raises UserError for a model that is not wanted; called once its configuration is known, before weights
     are downloaded.
@@ -120,9 +128,10 @@ def resolve_checkpoint(
     """
     patterns = [*TOKENIZER_PATTERNS, *([CODE_PATTERN] if trust_remote_code else [])]
     model = DEMO if model is None else model
-    name, directory = _locate(model, on_phase, on_amount, patterns, rope_scaling, impl, check)
+    read_info = partial(read_model_info, rope_scaling=rope_scaling, impl=impl, task=task)
+    name, directory = _locate(model, on_phase, on_amount, patterns, read_info, check)
     # What is wrong with the files raises here, in the parent, rather than in the worker.
-    info = read_model_info(directory, rope_scaling, impl)
+    info = read_info(directory)
     files = weight_files(directory)
     info = fit_to_tensors(info, files, on_phase)
     states = file_states(files)
@@ -139,9 +148,8 @@ def resolve_checkpoint(
     is_converted = named == DEMO or (not path.is_dir() and gguf_file(path) is not None)
     if not is_converted:  # the conversion of GGUF writes the tokenizer as it must be
         tokenizer_directory = native_tokenizer(tokenizer_directory, on_phase, trust_remote_code)
-    return Checkpoint(
-        name, directory, tokenizer_directory, with_tokenizer_end(info, tokenizer_directory), states, sampling
-    )
+    info = with_answers(with_tokenizer_end(info, tokenizer_directory), tokenizer_directory)
+    return Checkpoint(name, directory, tokenizer_directory, info, states, sampling)
 
 
 def _locate(
@@ -149,8 +157,7 @@ def _locate(
     on_phase: OnPhase,
     on_amount: OnAmount,
     patterns: list[str],
-    rope_scaling: Fields | None,
-    impl: str,
+    read_info: Callable[[Path], ModelInfo],
     check: Callable[[ModelInfo], None],
 ) -> tuple[str, Path]:
     """The model's name, and the directory with its configuration and weights. patterns: for its other files."""
@@ -160,7 +167,7 @@ def _locate(
     on_phase(f"looking up {model}")
     # Configuration first, so that an unsupported model is refused before gigabytes are downloaded.
     directory = download_files(model, patterns)
-    check(read_model_info(directory, rope_scaling, impl))
+    check(read_info(directory))
     on_phase(f"downloading the weights of {model}")
     # Whether the repository has the single file, which is preferred to an index, is only known once it is asked for.
     directory = download_files(model, [*patterns, SINGLE_NAME], on_amount, revision=directory.name)

@@ -27,6 +27,7 @@ from tokasaurus.checkpoint.cache import CHECKSUMS, build_once, cache_directory, 
 from tokasaurus.checkpoint.info import ModelInfo
 from tokasaurus.checkpoint.json_files import CheckpointError, raise_shortage, read_json
 from tokasaurus.checkpoint.own_process import run_main
+from tokasaurus.checkpoint.pooling import SCORE_ANSWERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -187,6 +188,21 @@ def with_tokenizer_end(info: ModelInfo, directory: Path) -> ModelInfo:
     if token_id is None or not 0 <= token_id < info.vocab_size:
         return info
     return replace(info, eos_ids=tuple(sorted({*info.eos_ids, token_id})))
+
+
+def with_answers(info: ModelInfo, directory: Path) -> ModelInfo:
+    """`info` with the token ids of the answers by which a causal model scores. directory: as of with_tokenizer_end.
+    Raises CheckpointError."""
+    if info.pooling is None or not info.pooling.uses_answers:
+        return info
+    ids = info.pooling.answers or [_id_of(directory, token) for token in SCORE_ANSWERS]
+    for token, token_id in zip(SCORE_ANSWERS, ids, strict=True):
+        if token_id is None or not 0 <= token_id < info.vocab_size:
+            raise CheckpointError(f"task=score: the model's vocabulary has no token {token!r}")
+    no, yes = ids
+    assert no is not None
+    assert yes is not None
+    return replace(info, pooling=replace(info.pooling, answers=(no, yes)))
 
 
 def _eos_token(directory: Path) -> str | None:

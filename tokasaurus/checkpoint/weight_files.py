@@ -24,6 +24,7 @@ from tokasaurus.checkpoint.gguf.model import is_gguf, read_model
 from tokasaurus.checkpoint.gguf.pointer import POINTER_NAME, read_pointer
 from tokasaurus.checkpoint.info import EMBEDDING, HEAD, ModelInfo
 from tokasaurus.checkpoint.json_files import CheckpointError, parse_json, read_json, unreadable
+from tokasaurus.checkpoint.pooling import fit_head
 from tokasaurus.checkpoint.quantized.config import Quantization
 from tokasaurus.checkpoint.quantized.tensors import QuantizedTensor, join_tensors
 from tokasaurus.checkpoint.spec import ROUTER, ExpertsSpec, LayerSpec
@@ -49,6 +50,9 @@ TEXT_PREFIXES = {
     "model.language_model.": "model.",
 }
 """Begin the names of a text model's tensors in checkpoints with a model for images -> without it."""
+
+_OF_BARE_MODEL = re.compile(r"(layers\.[0-9]|embed_tokens\.|norm\.|final_layernorm\.)")
+"""Begins the names of tensors in checkpoints of a model that was saved without its LM head, and without "model."."""
 
 _OF_AN_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 _CHUNK_BYTES = 1 << 24
@@ -219,7 +223,13 @@ def read_tensors(files: Sequence[Path], quantization: Quantization | None = None
 
 
 def _of_text(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """All tensors; of a checkpoint with a model for images, those of its text model, by the names of one without."""
+    """All tensors; of a checkpoint with a model for images, those of its text model, by the names of one without. Those
+    of a model without LM head have their names in one with it."""
+    if any(map(_OF_BARE_MODEL.match, tensors)):
+        return {
+            f"model.{name}" if _OF_BARE_MODEL.match(name) else name: replace(tensor, name_in_file=name)
+            for name, tensor in tensors.items()
+        }
     if not any(name.startswith(tuple(TEXT_PREFIXES)) for name in tensors):
         return tensors
     found = {}
@@ -325,7 +335,9 @@ def fit_to_tensors(
     info = replace(info, stacks_experts=bool(stacks_experts(info, tensors)))
     info = replace(info, expert_block=_expert_block(info, tensors))
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
-    if info.tie_embeddings and head is not None:
+    if info.pooling is not None:
+        info = replace(info, pooling=fit_head(info.pooling, tensors, info.hidden_size))
+    if info.tie_embeddings and head is not None and (info.pooling is None or info.pooling.uses_answers):
         if embedding is None:
             info = replace(info, embedding_tensor=HEAD)
         else:
@@ -334,7 +346,8 @@ def fit_to_tensors(
                 logger.warning("%s differs from the embedding and is used, although tie_word_embeddings is true", HEAD)
                 info = replace(info, tie_embeddings=False)
     check_tensor_sizes(tensors, info)
-    if any(tensor.name_in_file for tensor in tensors.values()):
+    renamed = [tensor.name_in_file for tensor in tensors.values() if tensor.name_in_file]
+    if renamed and not any(map(_OF_BARE_MODEL.match, renamed)):
         others = sum(len(_read_header(file)) for file in files) - len(tensors)
         logger.warning("%d tensors of other parts than the text model are passed over", others)
     if buffers := [name for name in tensors if is_old_buffer(name)]:

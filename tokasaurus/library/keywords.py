@@ -36,6 +36,9 @@ class EngineFlags(TypedDict, total=False):
     model_impl: Literal["auto", "native", "transformers"]
     """What computes the model: native is the layers of this project, transformers the model's class there with the
     attention, linear layers and sampling of this project; auto is native where the family has such layers."""
+    task: Literal["generate", "embed", "score", "classify", "reward"] | None
+    """What the model makes of a text: generate is new tokens, embed vectors, score how well a document meets a query,
+    classify classes, reward a score without activation; auto is what the checkpoint is made for."""
     lora: dict[str, Any] | None
     """Adapters (LoRA, as PEFT stores them) that requests may name as their model: a JSON object of names and
     directories, such as {"sql":"adapters/sql"}."""

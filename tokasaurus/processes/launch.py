@@ -126,6 +126,7 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, device
             report.show_amount,
             rope_scaling=config.rope_scaling,
             impl=config.model_impl,
+            task=config.task,
             trust_remote_code=config.trust_remote_code,
             check=lambda info: check_model(config, info, devices),
             applies_sampling=config.sampling_defaults != "neutral" and not config.rl,
