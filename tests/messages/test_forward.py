@@ -67,6 +67,7 @@ RESULT = ForwardOutput(
     idle_seconds=14.5,
     experts=np.ones((15, 1, 1), np.uint8),
     expert_tokens=np.full((1, 1), 16, np.int64),
+    vectors=np.full((1, 2), 17, np.float32),
 )
 
 

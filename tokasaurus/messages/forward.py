@@ -289,11 +289,15 @@ class ForwardOutput:
     """[A, layers, K], of the step's A tokens in slots that want experts, in order; None if there are none."""
     expert_tokens: NDArray[np.int64] | None = None
     """[layers, experts], tokens of each since the worker started; None if it does not count them."""
+    vectors: NDArray[np.float32] | None = None
+    """float32 [R, D], in place of sampled tokens: each prompt's pooled hidden state or scores; None from a model that
+    generates."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         parts = (self.logprobs, self.forward_seconds, self.num_recompiles, self.phase_seconds, self.top)
         rest = (self.prompt_logprobs, self.nonfinite, self.missed_graphs, self.idle_seconds, self.experts)
-        return _forward_output, (self.step_id, _int32_bytes(self.token_ids), *parts, *rest, self.expert_tokens)
+        last = self.expert_tokens, self.vectors
+        return _forward_output, (self.step_id, _int32_bytes(self.token_ids), *parts, *rest, *last)
 
 
 # For a small step, pickle takes most of the time on arrays (some 5 microseconds to write one, 3 to read it) and on the

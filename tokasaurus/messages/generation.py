@@ -232,6 +232,8 @@ class SequenceDelta:
     experts: RoutedExperts | None = None
     """[P + G - 1, layers, K], of P prompt tokens and all G sampled tokens but the last. On the last delta if wanted,
     None if the sequence has ended before its prompt was computed."""
+    vector: NDArray[np.float32] | None = None
+    """[D], on the last delta: the prompt's pooled hidden state or scores; None from a model that generates."""
 
     def __reduce__(self) -> tuple[type["SequenceDelta"], tuple[object, ...]]:
         """Pickle by positional arguments, as GenerateRequest does: otherwise writing takes nine times as long, reading

@@ -88,6 +88,9 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     is_valid = state.slots.opened_at[slots] <= step.step_id
     if output.top is not None:
         _record_top_logprobs(state, slots, is_valid, output.top)
+    if output.vectors is not None:
+        for row in np.flatnonzero(is_valid).tolist():
+            state.slots.sequence(int(slots[row])).vector = output.vectors[row]
     if np.count_nonzero(is_valid) < len(slots):
         slots, token_ids = slots[is_valid], token_ids[is_valid]
         logprobs = None if logprobs is None else logprobs[is_valid]
@@ -546,4 +549,5 @@ def _make_delta(
         error_code=error_code,
         weight_versions=versions,
         times=times,
+        vector=sequence.vector,
     )

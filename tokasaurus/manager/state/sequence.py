@@ -137,6 +137,8 @@ class Sequence:
     """Set once known, until a delta carries them."""
     kept_experts: RoutedExperts | None = None
     """Experts of all tokens before its last preemption but the last, if requested."""
+    vector: NDArray[np.float32] | None = None
+    """As of SequenceDelta, once known."""
     weight_versions: WeightVersions = ()
     """Set if `kept_token_ids` has tokens of earlier weights than the present ones."""
     token_masks: FilterMasks | None = None

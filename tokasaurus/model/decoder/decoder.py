@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
 from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.checkpoint.info import EMBEDDING, HEAD, HEAD_BIAS
+from tokasaurus.checkpoint.pooling import HEAD_PREFIX, PoolingInfo
 from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, attentions_of
 from tokasaurus.checkpoint.weight_files import is_old_buffer
 from tokasaurus.model.attention.row_split import Attends
@@ -33,6 +34,7 @@ from tokasaurus.model.decoder.layers import (
 from tokasaurus.model.decoder.model import LayerExecutor, Model
 from tokasaurus.model.decoder.quantize import Packing
 from tokasaurus.model.decoder.row_adapters import RowAdapters
+from tokasaurus.model.decoder.score_head import ScoreHead
 from tokasaurus.model.decoder.state_rows import StateRows, mixing
 from tokasaurus.model.decoder.states import make_state_layer
 from tokasaurus.model.decoder.stored_tensors import as_stored
@@ -340,6 +342,8 @@ class Decoder(Model):
             self.final_norm = Norm(spec.final_norm, info.hidden_size, dtype) if mesh.is_last_stage else None
             needs_head = mesh.is_last_stage and not info.tie_embeddings
             self.lm_head = VocabShard(info, mesh, dtype, has_bias) if needs_head else None
+            has_scores = info.pooling is not None and info.pooling.task != "embed"
+            self.score_head = ScoreHead(info) if has_scores and mesh.is_last_stage else None
         if states := [layer.state for layer in own if layer.state is not None]:
             self.states = StateRows(states, mesh.tp_size)
             for each in self.decoder_layers():
@@ -481,6 +485,24 @@ class Decoder(Model):
         assert self.final_norm is not None
         return head.logits(hidden, self.final_norm)
 
+    @property
+    def pooling(self) -> PoolingInfo | None:
+        """How hidden states become vectors or scores; None if the model generates."""
+        return self._info.pooling
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hidden [n, E] from the last stage's `forward` -> float32 [n, E], after the final norm."""
+        assert self.final_norm is not None
+        normed: Tensor = self.final_norm(hidden.float())
+        return normed
+
+    def scored(self, pooled: Tensor) -> Tensor:
+        """pooled: float32 [R, E], of `normed` -> the score head's outputs [R, L]; the same of an embedding model."""
+        if self.score_head is None:
+            return pooled
+        scores: Tensor = self.score_head(pooled)
+        return scores
+
     def weight_shards(self) -> list[WeightShard]:
         info, mesh = self._info, self._mesh
         stage, spec = mesh.stage_layers(info), info.spec
@@ -509,14 +531,21 @@ class Decoder(Model):
             with torch.device("meta"):
                 norm = Norm(spec.final_norm, info.hidden_size, self._dtype)
             shards += map(_without_target, norm.weight_shards("model.norm"))
+        if info.pooling is not None and info.pooling.task != "embed":
+            with torch.device("meta"):
+                head = ScoreHead(info) if self.score_head is None else self.score_head
+            own = head.weight_shards(vocab_shape)
+            shards += own if head is self.score_head else map(_without_target, own)
         return as_stored(shards, info)
 
     def ignores(self, source: str) -> bool:
         """Whether to skip this checkpoint tensor, which the model does not use.
 
-        These are buffers of old checkpoints, an LM head or embedding that is stored beside an equal one, and layers
-        that draft tokens.
+        These are buffers of old checkpoints, an LM head or embedding that is stored beside an equal one or that gives
+        no logits, a score head where vectors are wanted, and layers that draft tokens.
         """
+        if self.pooling is not None and (source == HEAD_BIAS or source.startswith(HEAD_PREFIX)):
+            return True
         if is_old_buffer(source) or (self._info.tie_embeddings and source in (EMBEDDING, HEAD)):
             return True
         has_draft_layers = FAMILIES[self._info.family].stored.has_draft_layers

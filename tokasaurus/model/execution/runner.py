@@ -35,6 +35,7 @@ from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import CompiledExecutor, KernelExecutor, choose_executor
 from tokasaurus.model.execution.graphs import DecodeOutput, Recorder, StepGraphs, padded, padding_alone
 from tokasaurus.model.execution.kernel_decode import KernelDecode
+from tokasaurus.model.execution.pooling import Pooler
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.execution.stage_times import StageTimes
@@ -67,7 +68,7 @@ class StepResult:
     hidden states alone. Otherwise token_ids int32 [R]; is_finite bool [T], whether a token's hidden state, and the
     logits computed from it, if any, are finite; logprobs float32 [R], if some row asked for them; the fields of
     PromptLogprobsOutput, each with "prompt_" before its name, likewise. Of both, top_ids and top_logprobs of
-    Sampled; and experts, int32, and expert_tokens of ForwardOutput."""
+    Sampled; and experts, int32, expert_tokens and vectors of ForwardOutput."""
 
     want_logprobs: NDArray[np.bool_]
     """bool [R], rows that asked for logprobs."""
@@ -137,6 +138,7 @@ class StepResult:
             idle_seconds,
             self._experts(arrays),
             arrays.get("expert_tokens"),
+            arrays.get("vectors"),
         )
 
     def _experts(self, arrays: Mapping[str, NDArray[Any]]) -> RoutedExperts | None:
@@ -278,6 +280,9 @@ class ModelRunner:
         self.times = StageTimes(None, mesh.pp_rank, self._mark)
         """Times of this stage's steps; whoever calls `run` marks where each begins and ends."""
         self._num_recompiles = 0
+        self._pooler: Pooler | None = None
+        if isinstance(model, Decoder) and model.pooling is not None and mesh.is_last_stage:
+            self._pooler = Pooler(model, len(slots.block_tables))
         self._expert_totals: ExpertTotals | None = None
         self._graphs: StepGraphs | None = None
         self._prefixes: RecordedMemory | None = None
@@ -539,7 +544,10 @@ class ModelRunner:
         if self._links is not None and not self._links.is_last:
             self._pass_on(self._links, batch, computed.hidden[:num_tokens], num_sampled)
             return None
-        outputs = self._sample_and_store(batch, computed, num_sampled)
+        if self._pooler is not None:
+            outputs = self._pool(self._pooler, batch, computed.hidden)
+        else:
+            outputs = self._sample_and_store(batch, computed, num_sampled)
         if recorded is not None:
             outputs |= recorded.outputs()
         if self._links is not None:
@@ -627,6 +635,16 @@ class ModelRunner:
             links.expect_tokens(*slots, self._slots.last_tokens)
         links.end_step()
         self._staging.finish()
+
+    def _pool(self, pooler: Pooler, batch: DeviceBatch, hidden: Tensor) -> dict[str, Tensor]:
+        """In place of sampling -> `outputs` of StepResult, whose tokens have no meaning."""
+        hidden = hidden[: len(batch.token_slots)]
+        vectors, is_finite = pooler.pool(hidden, batch), are_finite(hidden)
+        is_finite[batch.logit_rows[: batch.num_sampled]] &= are_finite(vectors)
+        tokens = torch.zeros(batch.num_sampled, dtype=torch.int64, device=hidden.device)
+        if self._links is not None:
+            self._links.send_tokens(tokens)
+        return {"token_ids": tokens.int(), "is_finite": is_finite, "vectors": vectors}
 
     def _sample_and_store(self, batch: DeviceBatch, computed: DecodeOutput, num_sampled: int) -> dict[str, Tensor]:
         """Sample, store the last tokens, and compute prompt logprobs -> `outputs` of StepResult, on the device."""
