@@ -26,8 +26,8 @@ two. [The HTTP API](api.md) says what the fields mean together, what their limit
 
 A field is `name`: type = default; meaning. In a body, a field with a question mark may be left out or null, which means
 the default, or else null. In an answer, such a field is left out only if it has no default. "any" is any JSON value.
-`"a"|"b"` are the texts that are possible, `string[]` is a list, `(≤16)` limits its entries, or the characters of a
-string. Fields after "Neutral" are accepted only at values without effect. Objects that have a name are
+`"a"|"b"` are the texts that are possible, `string[]` is a list, `[≥1,≤16]` limits its entries, `(≥1)` the characters
+of a string. Fields after "Neutral" are accepted only at values without effect. Objects that have a name are
 described [at the end](#objects).
 
 Numbers after an answer are errors. Besides them, each route may answer 500, one that needs a key 401, one that changes
@@ -222,10 +222,10 @@ class _Page:
                 own = [field for field in own if field not in same]
                 others = [field for field in part.fields if field.told_by(same) is None]
                 if len(others) < len(same):
-                    besides = ", ".join(field.marked for field in others)
+                    besides = ",".join(field.marked for field in others)
                     yield f"All listed at {part.link}{f' but {besides}' if besides else ''}.\n"
                 else:
-                    yield f"As in {part.link}: {', '.join(field.marked for field in same)}.\n"
+                    yield f"As in {part.link}: {','.join(field.marked for field in same)}.\n"
                 lines += _other_meanings(same)
         lines += _lines(own)
         if lines:
@@ -237,7 +237,7 @@ class _Page:
         if len(listed) >= MIN_OF_OTHERS:
             names.insert(0, "[fields of other servers](fields.md#accepted-at-neutral-values)")
         if names:
-            yield f"Neutral: {', '.join(names)}.\n"
+            yield f"Neutral: {','.join(names)}.\n"
 
     def _answers(self, method: str, operation: Schema) -> str:
         responses = operation["responses"]
@@ -258,7 +258,7 @@ class _Page:
         missing = sorted(expected - responses.keys())
         return (
             f"Answers {' or '.join(kinds)}"
-            + (f"; {', '.join(further)}" if further else "")
+            + (f"; {','.join(further)}" if further else "")
             + (f"; never {', '.join(missing)}" if missing else "")
             + "."
         )
@@ -302,25 +302,25 @@ class _Page:
         if alternatives:
             with_null = any(one.get("type") == "null" for one in alternatives)
             rest = [self._type(one, shows_null) for one in alternatives if one.get("type") != "null"]
-            return " or ".join(dict.fromkeys([*rest, *(["null"] if with_null and shows_null else [])]))
+            return "|".join(dict.fromkeys([*rest, *(["null"] if with_null and shows_null else [])]))
         if "const" in schema or "enum" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
             return f"`{'|'.join(json.dumps(value) for value in values if shows_null or value is not None)}`"
         kind = str(schema.get("type", "any"))
         if kind == "array":
             entry = self._type(schema.get("items", {}))
-            word = _counted("list", schema, "Items")
-            return f"{entry}[]" if word == "list" and " " not in entry else f"{word} of {entry}"
+            return (f"({entry})" if {" ", "|", "{"} & set(entry) else entry) + f"[{_limits(schema, 'Items')}]"
         if kind == "object":
             extra = schema.get("additionalProperties")
             return f"object of {self._type(extra)}" if isinstance(extra, dict) and extra else "object"
         if kind == "string":
             pattern = f" that matches `{schema['pattern']}`" if "pattern" in schema else ""
             word = "bytes" if schema.get("format") == "binary" else "string"
-            return _counted(word, schema, "Length") + pattern
+            limits = _limits(schema, "Length")
+            return word + (f"({limits})" if limits else "") + pattern
         signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
-        limits = [f"{sign}{schema[key]:.12g}" for key, sign in signs if abs(schema.get(key, math.inf)) < LARGEST_BOUND]
-        return kind + (f" {', '.join(limits)}" if limits else "")
+        bounds = [f"{sign}{schema[key]:.12g}" for key, sign in signs if abs(schema.get(key, math.inf)) < LARGEST_BOUND]
+        return kind + ",".join(bounds)
 
     def _object_type(self, name: str) -> str:
         """A link to the object; a small one that is used once, and about which there is no more to say, itself."""
@@ -345,10 +345,10 @@ def _is_neutral(field: Schema) -> bool:
     return description.startswith("Not implemented: only") or field.get("type") == "null"
 
 
-def _counted(word: str, schema: Schema, of: str) -> str:
-    """A list or a text with its limits, of entries or of characters."""
-    most = f" (≤{schema[f'max{of}']})" if f"max{of}" in schema else ""
-    return ("non-empty " if schema.get(f"min{of}") else "") + word + most
+def _limits(schema: Schema, of: str) -> str:
+    """Of a list's entries or of a text's characters."""
+    limits = [f"≥{schema[f'min{of}']}"] if schema.get(f"min{of}") else []
+    return ",".join(limits + ([f"≤{schema[f'max{of}']}"] if f"max{of}" in schema else []))
 
 
 def _default(field: Schema, is_required: bool) -> str:
@@ -402,7 +402,7 @@ def _lines(fields: Iterable[Field]) -> list[str]:
     marked: dict[str, list[str]] = {}
     for field in fields:
         marked.setdefault(field.values, []).append(field.marked)
-    return [f"- {', '.join(names)}: {values}" for values, names in marked.items()]
+    return [f"- {','.join(names)}: {values}" for values, names in marked.items()]
 
 
 def _list(fields: Iterable[Field]) -> str:

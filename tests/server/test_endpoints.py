@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from tests.server.helpers.prepared_requests import LIMITS
 from tokasaurus.config import ServerConfig
 from tokasaurus.monitoring.metrics import LoopLag
-from tokasaurus.server.endpoints import ENDPOINTS, EndpointUrl
+from tokasaurus.server.endpoints import ALL_ENDPOINTS, ENDPOINTS, EndpointUrl
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.grammars.validator import GrammarChecker
@@ -69,16 +69,16 @@ def test_refusal_of_an_invalid_grammar_names_its_field(served_model: ServedModel
 
 
 def test_lines_may_have_the_url_of_every_endpoint_and_no_other() -> None:
-    for url in ENDPOINTS:
+    for url in ALL_ENDPOINTS:
         assert TypeAdapter(EndpointUrl).validate_python(url) == url
     with pytest.raises(ValidationError):
         TypeAdapter(EndpointUrl).validate_python("/tokenize")
 
 
 def test_the_paths_that_toka_batch_knows_are_those_of_the_endpoints() -> None:
-    assert sorted(LINE_URLS) == sorted(ENDPOINTS)
+    assert sorted(LINE_URLS) == sorted(ALL_ENDPOINTS)
 
 
-@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("path", ALL_ENDPOINTS)
 def test_example_is_a_body_of_its_endpoint(path: str) -> None:
-    ENDPOINTS[path].body_model.model_validate(ENDPOINTS[path].example)
+    ALL_ENDPOINTS[path].body_model.model_validate(ALL_ENDPOINTS[path].example)

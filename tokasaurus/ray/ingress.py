@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokasaurus.ray.broken_streams import StreamWatch
 from tokasaurus.ray.requests import AnswerStart, EngineLost, ForwardedRequest, routed_prompt
 from tokasaurus.server.dialects.messages import MessagesErrorsMiddleware
-from tokasaurus.server.endpoints import ENDPOINTS
+from tokasaurus.server.endpoints import ALL_ENDPOINTS, ENDPOINTS
 from tokasaurus.server.errors import ApiError, EngineDied, NotFound, QueueFull, ServiceUnavailable, error_response
 from tokasaurus.server.paths import PathMiddleware
 
 FORWARDED = (
-    *ENDPOINTS,
+    *ALL_ENDPOINTS,
     *("/v1/messages/count_tokens", "/v1/models", "/v1/models/{model}"),
     *("/tokenize", "/detokenize", "/tokenizer_info", "/health", "/ready", "/ping", "/version"),
 )

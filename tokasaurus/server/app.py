@@ -59,7 +59,7 @@ from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.dialects import adapter_loads, messages, responses, sglang_rollouts, vllm_rollouts
 from tokasaurus.server.dialects.messages import MessagesErrorsMiddleware
-from tokasaurus.server.endpoints import ENDPOINTS
+from tokasaurus.server.endpoints import ALL_ENDPOINTS
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.control import states_alone
 from tokasaurus.server.engine_client.limits import QueueLimits
@@ -239,7 +239,7 @@ def create_app(
     )
 
     endpoint = config.otel_endpoint
-    operations = {path: one.operation for path, one in ENDPOINTS.items()}
+    operations = {path: one.operation for path, one in ALL_ENDPOINTS.items()}
     tracer = None if endpoint is None else RequestTracer(endpoint, model.name, __version__, operations)
     batches = None if store is None else BatchService(state, store, batch_limits(config))
     bulks = OpenBulks()
@@ -329,6 +329,7 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
             repr((checkpoint.files, checkpoint.info, checkpoint.tokenizer_directory)).encode()
         ).hexdigest(),
         source=checkpoint.name,
+        pooling=checkpoint.info.pooling,
     )
 
 

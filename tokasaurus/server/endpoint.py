@@ -5,7 +5,7 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from fastapi import Request
 
@@ -30,13 +30,33 @@ from tokasaurus.server.prepare.chat import chat_of, count_chat_tokens
 from tokasaurus.server.prepare.field_table import FieldTable
 from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, num_prompt_values
 from tokasaurus.server.protocol.chat import ChatForm, TemplateFields
-from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
+from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.respond.stream import AnswerEvents
 from tokasaurus.server.respond.whole import Answer, WholeAnswer, write_answer
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, num_body_bytes, state_of
 
-Body = TypeVar("Body", bound=SamplingFields)
+
+class AskedBody(Protocol):
+    """What the common path reads of a body."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def stream(self) -> bool: ...
+
+    @property
+    def stream_options(self) -> StreamOptions | None: ...
+
+    @property
+    def stops(self) -> tuple[tuple[str, ...], str]: ...
+
+    @property
+    def num_sequences(self) -> int: ...
+
+
+Body = TypeVar("Body", bound=AskedBody)
 Form = TypeVar("Form", bound=ChatForm)
 
 # Values turned into events before other tasks may run: a few milliseconds of work.
@@ -52,13 +72,16 @@ class Endpoint(Generic[Body]):
     draft: Callable[[Body, ServedModel, EngineLimits, Origin], Draft]
     build: Callable[[Prepared, Sequence[Sequence[FinishedSequence]], ServedModel], WholeAnswer | Answer]
     """Builds the whole answer, or writes it."""
-    stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerEvents]
-    """Makes what turns deltas into the events of a streamed answer."""
+    stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerEvents] | None
+    """Makes what turns deltas into the events of a streamed answer; None: no body asks for one."""
     renders_template: bool
     """Whether a draft runs the model's chat template."""
+    tasks: frozenset[str] = frozenset(("generate",))
+    """What the model must do, by the flag task."""
 
     async def prepare(self, state: ServerState, body: Body, origin: Origin) -> Prepared:
         """The final requests of a body. Checks that cost nothing come first. Raises ApiError."""
+        state.model.check_task(self.tasks)
         adapter = state.adapter_for(body.model)
         limits = _checked_limits(state, body, origin)
         origin = replace(origin, adapter=adapter)
@@ -118,7 +141,7 @@ class RoutedEndpoint(Endpoint[Body]):
     name: str
     """Name of the operation on the OpenAPI page, in the form of a function's name."""
     description: str
-    operation: Literal["chat", "text_completion"]
+    operation: Literal["chat", "text_completion", "embeddings"]
     """gen_ai.operation.name in the spans of its requests."""
     answer_model: type
     error_model: type = ErrorResponse
@@ -132,6 +155,7 @@ class StreamedAnswer:
     def __init__(self, endpoint: Endpoint[Any], state: ServerState, prepared: Prepared, options: StreamOptions) -> None:
         self._state = state
         self._prepared = prepared
+        assert endpoint.stream is not None, "a body asked for a stream"
         self._make = functools.partial(endpoint.stream, prepared, state.model, options)
         self._answer = self._make()
 
@@ -169,7 +193,7 @@ class StreamedAnswer:
             yield last
 
 
-def _checked_limits(state: ServerState, body: SamplingFields, origin: Origin) -> EngineLimits:
+def _checked_limits(state: ServerState, body: AskedBody, origin: Origin) -> EngineLimits:
     limits = state.ready_limits()
     state.engine.control.check_awake()
     if not origin.is_background:  # checked again at submission; this saves the work before it

@@ -1,12 +1,13 @@
-"""The endpoints that generate text, for live requests and for the lines of bulk requests and batches.
+"""The endpoints that generate text, or make vectors and scores, for live requests and the lines of bulk requests and
+batches.
 
-To add one: a file in `dialects`, from its body to its answer, and its entry in ENDPOINTS.
+To add one: a file in `dialects`, from its body to its answer, and its entry in ENDPOINTS or POOLING_ENDPOINTS.
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from tokasaurus.server.dialects import messages, responses
+from tokasaurus.server.dialects import messages, pairs, responses, vectors
 from tokasaurus.server.endpoint import RoutedEndpoint
 from tokasaurus.server.prepare.chat import draft_chat
 from tokasaurus.server.prepare.completion import draft_completion
@@ -43,10 +44,21 @@ ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
     "/v1/responses": responses.ENDPOINT,
     "/v1/messages": messages.ENDPOINT,
 }
-"""Endpoints by path, in the order of the OpenAPI page."""
+"""Those that generate text, by path, in the order of the OpenAPI page."""
+
+POOLING_ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
+    "/v1/embeddings": vectors.EMBEDDINGS,
+    "/v1/rerank": pairs.RERANK,
+    "/v1/score": pairs.SCORE,
+    "/classify": vectors.CLASSIFY,
+    "/pooling": vectors.POOLING,
+}
+"""Those of models that make something else of a text: see the flag task."""
+
+ALL_ENDPOINTS = {**ENDPOINTS, **POOLING_ENDPOINTS}
 
 if TYPE_CHECKING:
     EndpointUrl = str
 else:
-    EndpointUrl = Literal[tuple(sorted(ENDPOINTS))]
+    EndpointUrl = Literal[tuple(sorted(ALL_ENDPOINTS))]
 """Type of a line's url."""

@@ -95,6 +95,10 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """Prompt and completion together are longer than the model's context, the KV cache or the flag allows."""
 
 
+class WrongTask(InvalidRequest, code="wrong_task"):
+    """The served model does something else; the message says what, and where."""
+
+
 class GrammarTooComplex(InvalidRequest, code="grammar_too_complex"):
     """The grammar passed validation, but exceeded a limit in the engine, which aborted a sequence."""
 

@@ -9,6 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 _SLASHES = re.compile("/{2,}")
 _VERSION = "/v1"
+_SAME = {"/v2/rerank": "/v1/rerank"}
+"""Path of a newer form of a route that is the same here."""
 
 
 def squeeze_slashes(path: str) -> str:
@@ -58,6 +60,7 @@ class PathMiddleware:
         if not path.startswith("/"):  # OPTIONS has a *, for the whole server
             return path
         path = squeeze_slashes(path)
+        path = _SAME.get(path, path)
         while path.startswith(f"{_VERSION}{_VERSION}/"):
             path = path.removeprefix(_VERSION)
         _, first, *rest = path.split("/")
@@ -67,14 +70,15 @@ class PathMiddleware:
 
 
 _CHAT, _COMPLETIONS, _MODELS = "POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models"
+_EMBEDDINGS = "POST /v1/embeddings"
 _CHAT_OF_BASE_URL = f"use {_CHAT} of OpenAI's API, with the base URL http://HOST:PORT/v1"
 _TEXT_ONLY = f"this server generates text only: use a server of such models; text is at {_CHAT}"
 
 OTHER_SERVERS: tuple[tuple[str, str, str], ...] = (
     (
         "OpenAI: embeddings",
-        "(v1/)?(engines/[^/]+/)?embeddings?",
-        f"this server makes no embeddings: use a server of an embedding model; text is at {_CHAT}",
+        "(v1/)?(engines/[^/]+/embeddings|embedding)",
+        f"use {_EMBEDDINGS}",
     ),
     ("OpenAI: speech, images, video", "(v1/)?(audio|images|videos|realtime)(/.*)?", _TEXT_ONLY),
     (
@@ -110,7 +114,7 @@ OTHER_SERVERS: tuple[tuple[str, str, str], ...] = (
     (
         "Ollama: embeddings",
         "(v1/)?api/embed(dings)?",
-        "this server makes no embeddings: use a server of an embedding model",
+        f"this server has OpenAI's API, not Ollama's: use {_EMBEDDINGS}",
     ),
     ("Ollama: version", "(v1/)?api/version", "use GET /version"),
     (
@@ -126,9 +130,8 @@ OTHER_SERVERS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "rerank, score, classify, pool",
-        "(v[12]/)?(rerank|reranking|score|classify|pooling|predict|embed|embed_sparse)",
-        f"this server generates text only: use a server of such models; by {_COMPLETIONS} with echo and logprobs, the "
-        "model gives the log-probabilities of a text",
+        "(v[12]/)?(reranking|predict|embed|embed_sparse)",
+        f"use {_EMBEDDINGS}, POST /v1/rerank or POST /classify",
     ),
     ("llama.cpp: completion", "completion", f"use {_COMPLETIONS}"),
     ("llama.cpp: server", "(props|slots|lora-adapters)(/.*)?", f"use {_MODELS}, and GET /metrics"),

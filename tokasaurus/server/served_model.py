@@ -1,11 +1,12 @@
 """The served model as the API presents it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from tokasaurus.checkpoint.pooling import PoolingInfo
 from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.messages.sampling import NEUTRAL, SamplingParams
-from tokasaurus.server.errors import ModelNotFound
+from tokasaurus.server.errors import ModelNotFound, WrongTask
 from tokasaurus.server.paths import squeeze_slashes
 from tokasaurus.server.templates.request_templates import ChatTemplate, RequestTemplates
 from tokasaurus.server.tools.support import NO_TOOLS_IN_TEMPLATE, ToolSupport
@@ -15,6 +16,14 @@ from tokasaurus.text.tokenizer import Tokenizer
 ANY_NAME = "*"
 """Among the aliases: a request may name any model."""
 ALWAYS_ACCEPTED = ("default", "tgi", "dummy")
+TASKS: Mapping[str, str] = {
+    "generate": "POST /v1/chat/completions",
+    "embed": "POST /v1/embeddings",
+    "score": "POST /v1/rerank or /v1/score",
+    "classify": "POST /classify",
+    "reward": "POST /classify or /pooling",
+}
+"""What a model may do, and the path for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,8 @@ class ServedModel:
     """Digest of everything else that decides tokens: weight files, the configuration as it was read, the tokenizer."""
     source: str | None = None
     """The checkpoint's own name, whatever it is served as; None: `name`."""
+    pooling: PoolingInfo | None = None
+    """What the model makes of a text in place of new tokens; None: it generates."""
 
     @property
     def template(self) -> ChatTemplate:
@@ -70,6 +81,14 @@ class ServedModel:
         name: None or empty if a request names no model, which is this one."""
         if name and name not in self._accepted_names and ANY_NAME not in self.model_aliases:
             raise ModelNotFound(name)
+
+    def check_task(self, tasks: Collection[str]) -> None:
+        """Raises WrongTask unless the model does one of these."""
+        own = "generate" if self.pooling is None else self.pooling.task
+        if own in tasks:
+            return
+        wanted = " or ".join(f"task={task}" for task in TASKS if task in tasks)
+        raise WrongTask(f"this server has task={own}, use {TASKS[own]}: this path needs a server with {wanted}")
 
     def name_in_path(self, name: str) -> str:
         """The listed name that `name`, the end of a path, stands for. In paths, several slashes are one, and the last

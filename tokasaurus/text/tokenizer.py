@@ -111,6 +111,10 @@ class Tokenizer(TokenDecoder):
         encoded = self._base.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [list(one.ids) for one in encoded]
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Two texts together, with the tokens that tokenizer.json puts around and between them."""
+        return [list(one.ids) for one in self._base.encode_batch_fast(list(pairs), add_special_tokens=True)]
+
     def with_added_tokens(self, ids: Sequence[int]) -> list[int]:
         """The ids, with the tokens that tokenizer.json puts around a text."""
         return [*self._added_around[0], *ids, *self._added_around[1]]

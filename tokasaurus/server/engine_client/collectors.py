@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tokasaurus.messages.commands import FIRST_VERSIONS, WeightVersions
 from tokasaurus.messages.forward import RoutedExperts
@@ -63,6 +64,7 @@ class FinishedSequence:
     weight_versions: WeightVersions = FIRST_VERSIONS
     """Complete once it has finished."""
     experts: RoutedExperts | None = None
+    vector: NDArray[np.float32] | None = None
     end_number: int = field(default=0, compare=False)
     """Number of the sequence in the order in which the answer's sequences finished."""
     is_finished: bool = False
@@ -90,6 +92,8 @@ class FinishedSequence:
             self.finish_reason = delta.finish_reason
             self.weight_versions = delta.weight_versions
             self.experts = delta.experts
+            self.vector = delta.vector
+            self.num_values += 0 if delta.vector is None else len(delta.vector)
             self.is_finished = True
             if delta.experts is not None:
                 self.num_values += delta.experts.nbytes // BYTES_OF_VALUE

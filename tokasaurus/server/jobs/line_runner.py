@@ -15,15 +15,14 @@ import orjson
 from pydantic import Field
 
 from tokasaurus.random_ids import random_id
-from tokasaurus.server.endpoint import Endpoint
-from tokasaurus.server.endpoints import ENDPOINTS, EndpointUrl
+from tokasaurus.server.endpoint import AskedBody, Endpoint
+from tokasaurus.server.endpoints import ALL_ENDPOINTS, EndpointUrl
 from tokasaurus.server.errors import ApiError, ErrorObject, InvalidRequest, error_response, internal_error
 from tokasaurus.server.jobs.store.records import LineResult
 from tokasaurus.server.jobs.validation_process import MAX_CUSTOM_ID_CHARS
 from tokasaurus.server.json_values import load_json, validate_body
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.fields import StrictObject
-from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.respond.whole import Answer
 from tokasaurus.server.state import ServerState
 from tokasaurus.text.json_lines import write_json
@@ -65,7 +64,7 @@ class ParsedLine:
     custom_id: str
     num_bytes: int
     endpoint: Endpoint[Any]
-    body: SamplingFields
+    body: AskedBody
     """The line's body, validated by the endpoint's body model."""
 
     async def answer(self, state: ServerState, origin: Origin) -> Answer:
@@ -81,7 +80,7 @@ def parse_line(content: bytes, max_values: int) -> ParsedLine:
         if isinstance(value, dict) and isinstance(value.get("custom_id"), str):
             custom_id = value["custom_id"][:MAX_CUSTOM_ID_CHARS]
         line = validate_body(value, BulkLine)
-        endpoint = ENDPOINTS[line.url]
+        endpoint = ALL_ENDPOINTS[line.url]
         body = validate_body(line.body, endpoint.body_model)
         if body.stream:
             raise InvalidRequest("stream=true is not allowed in a line: each line has a single result", "stream")

@@ -419,6 +419,12 @@ def check_max_tokens(max_tokens: int, param: str, prompt_ids: list[int], limits:
     return max_tokens
 
 
+def check_text_length(num_tokens: int, param: str, limits: EngineLimits) -> None:
+    """Raises ContextLengthExceeded for a text that is longer than the model takes."""
+    if num_tokens > limits.max_tokens_per_sequence:
+        raise _exceeded(f"{param} has a text of {num_tokens} tokens; truncate_prompt_tokens=-1 cuts it", param, limits)
+
+
 def too_long(param: str, error: TextTooLong, limits: EngineLimits) -> ContextLengthExceeded:
     """The error for a prompt that was not even tokenized."""
     return _exceeded(

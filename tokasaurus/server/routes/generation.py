@@ -1,4 +1,4 @@
-"""Routes that generate text: whole and streamed answers, cancelled if the client disconnects."""
+"""Routes that generate text, vectors or scores: whole and streamed answers, cancelled if the client disconnects."""
 
 from collections.abc import Awaitable, Callable
 
@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from tokasaurus.server.access import client_of, session_of
 from tokasaurus.server.endpoint import Body, Endpoint, StreamedAnswer
-from tokasaurus.server.endpoints import ENDPOINTS
+from tokasaurus.server.endpoints import ALL_ENDPOINTS
 from tokasaurus.server.event_stream import EventStream, run_while_connected
 from tokasaurus.server.json_body import JsonBodyRoute
 from tokasaurus.server.openapi import BODY_ERRORS, answers, example_body
@@ -39,13 +39,18 @@ def _handler(endpoint: Endpoint[Body]) -> Callable[[Request, Body], Awaitable[Re
     return handle
 
 
-for _path, _endpoint in ENDPOINTS.items():
+for _path, _endpoint in ALL_ENDPOINTS.items():
     router.add_api_route(
         _path,
         _handler(_endpoint),
         methods=["POST"],
         name=_endpoint.name,
         description=_endpoint.description,
-        responses=answers(_endpoint.answer_model, *_ERRORS, content=_STREAMED, errors=_endpoint.error_model),
+        responses=answers(
+            _endpoint.answer_model,
+            *_ERRORS,
+            content=None if _endpoint.stream is None else _STREAMED,
+            errors=_endpoint.error_model,
+        ),
         openapi_extra=example_body(_endpoint.example),
     )
