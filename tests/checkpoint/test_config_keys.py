@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import json
+import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
@@ -24,6 +25,7 @@ from transformers import (
     modeling_utils,
 )
 from transformers.models.qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5_moe import Qwen3_5MoeVisionConfig
 
 from tests.checkpoint.helpers.configs import BASE, base_of, write
 from tokasaurus.checkpoint import CheckpointError, read_model_info
@@ -34,7 +36,11 @@ from tokasaurus.checkpoint.info import notes_on_settings, read_sampling_defaults
 from tokasaurus.checkpoint.rope import ROPE_KEYS, ROPE_TYPES
 from tokasaurus.messages.sampling import SamplingParams
 
-WITH_VISION = {"llama4_text": Llama4VisionConfig, "qwen3_5_text": Qwen3_5VisionConfig}
+WITH_VISION = {
+    "llama4_text": Llama4VisionConfig,
+    "qwen3_5_text": Qwen3_5VisionConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeVisionConfig,
+}
 NOT_IN_FILES = {
     # What transformers sets itself.
     *("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions", "__class__"),
@@ -173,6 +179,10 @@ APPLIED_VALUES: dict[str, Any] = {
     "layer_rope_theta": [0, 1e4, 7e5],
     **{f"linear_{name}": 4 for name in ("num_key_heads", "key_head_dim", "value_head_dim")},
     **{"linear_num_value_heads": 64, "linear_conv_kernel_dim": 3, "full_attention_interval": 2},
+    **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_d_conv": 3},
+    **{"mamba_expand": 4, "mamba_conv_bias": False, "mamba_proj_bias": True, "time_step_limit": [0.5, math.inf]},
+    **{"shared_intermediate_size": 48, "position_embedding_type": "rope", "attn_layer_indices": [2]},
+    **{"num_dense_layers": 0, "use_expert_bias": False},
     **{"conv_L_cache": 4, "conv_bias": True, "tie_embedding": False, "full_attn_idxs": [2], "block_ff_dim": 48},
     **{"block_auto_adjust_ff_dim": False, "block_multiple_of": 32, "block_ffn_dim_multiplier": 9.0},
     "partial_rotary_factor": 0.75,
@@ -202,7 +212,13 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_applied_key_changes_what_is_read_and_the_others_change_nothing(family: str, tmp_path: Path) -> None:
-    checked = {"model_type", "architectures", "hidden_act", "layer_types"}  # one value each; see test_info
+    checked = {
+        "model_type",
+        "architectures",
+        "hidden_act",
+        "layer_types",
+        "mamba_d_head",
+    }  # one value each; see test_info
     base = base_of(family)
     for name, use in keys_of_family(FAMILIES[family]).items():
         uses = keys_of_family(FAMILIES[family])
@@ -215,6 +231,8 @@ def test_each_applied_key_changes_what_is_read_and_the_others_change_nothing(fam
             values = (False, True) if isinstance(APPLIED_VALUES[name], bool) else (APPLIED_VALUES[name],)
             if family == "phi3" and name == "rope_scaling":
                 values = (OF_PHI3,)
+            if name == "num_hidden_layers" and "layer_types" in base:
+                needed = {"layer_types": ["full_attention"] * APPLIED_VALUES[name]}
             changed = [read_model_info(write(tmp_path, {**base, **needed, name: value})) for value in values]
             assert any(info != plain for info in changed), name
         if use is Use.NO_EFFECT:

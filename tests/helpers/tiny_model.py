@@ -18,7 +18,7 @@ from transformers import (
 )
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
-ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text")
+ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families whose norms scale by 1 + weight."""
 VOCAB_SIZE = 272
 EOS_ID = 256
@@ -58,8 +58,13 @@ LONGROPE = {
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _LINEAR = {
     **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
-    **{"linear_value_head_dim": 8, "num_hidden_layers": 4},
+    **{"linear_value_head_dim": 16, "num_hidden_layers": 4},
 }
+_MAMBA = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_expand": 2, "num_hidden_layers": 4},
+    "mamba_chunk_size": 16,
+}
+_MIXED = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _CONVOLVED = ["conv", "full_attention", "conv", "full_attention"]
 _SIGMOID = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5},
@@ -266,8 +271,29 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "qwen3_5_text": [_LINEAR, {**_LINEAR, "linear_num_key_heads": 4, "attention_bias": True}],
+    "qwen3_5_moe_text": [{**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 32}],
+    "granitemoehybrid": [
+        {**_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 128, "layer_types": _MIXED},
+        {
+            **{**_MAMBA, "num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 64},
+            **{"layer_types": _MIXED, "position_embedding_type": "rope", "mamba_n_groups": 2, "mamba_conv_bias": False},
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7},
+            **{"logits_scaling": 2.0, "attention_bias": True, "mamba_proj_bias": True},
+        },
+    ],
+    "bamba": [
+        {**_MAMBA, "attn_layer_indices": [1, 3]},
+        {**_MAMBA, "attn_layer_indices": [0], "mamba_n_groups": 2, "attention_bias": True, "mlp_bias": True},
+    ],
+    "lfm2_moe": [
+        {**_EXPERTS, "num_hidden_layers": 4, "layer_types": _CONVOLVED, "num_dense_layers": 1},
+        {
+            **{**_EXPERTS, "num_hidden_layers": 4, "layer_types": _CONVOLVED, "num_dense_layers": 0},
+            **{"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5, "conv_bias": True},
+        },
+    ],
     "lfm2": [
-        {"num_hidden_layers": 4, "layer_types": _CONVOLVED, "block_multiple_of": 32},
+        {"num_hidden_layers": 4, "layer_types": _CONVOLVED, "block_multiple_of": 64},
         {
             **{"num_hidden_layers": 4, "layer_types": _CONVOLVED, "block_auto_adjust_ff_dim": False},
             **{"conv_L_cache": 5, "conv_bias": True},
@@ -330,7 +356,7 @@ def save_random_model(
             else:
                 parameter.normal_(0, 0.15)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.15)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     save_byte_tokenizer(directory)

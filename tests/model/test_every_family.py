@@ -81,19 +81,19 @@ def test_samples_in_prefix_groups_are_those_of_samples_alone(family: str, tmp_pa
 def test_cached_prefixes_and_preempted_sequences_go_on_as_transformers(family: str, tmp_path: Path) -> None:
     oracle = save(tmp_path, family)
     model, info = load(tmp_path, packed=True)
-    driver = StepDriver(make_runner(model, info, None))
+    driver = StepDriver(make_runner(model, info, None, num_snapshots=1))
     first = PROMPT.tolist()
     second = first[:35] + first[:10]
     tokens: dict[int, list[int]] = {1: [], 2: [], 3: []}
 
-    def run(decode: list[int], prefill: list[tuple[int, int]]) -> None:
-        for slot, (token, _) in driver.run(decode, prefill).items():
+    def run(decode: list[int], prefill: list[tuple[int, int]], saves: list[tuple[int, int, int]] | None = None) -> None:
+        for slot, (token, _) in driver.run(decode, prefill, saves=saves).items():
             tokens[slot].append(token)
 
     driver.open(1, first)
     run([], [(1, 25)])
-    run([], [(1, 15)])
-    driver.open(2, second, shares=(1, 2))
+    run([], [(1, 15)], saves=[(0, 7, 1)])
+    driver.open(2, second, shares=(1, 2), snapshot=1)
     run([1], [(2, len(second) - 32)])
     for _ in range(4):
         run([1, 2], [])

@@ -18,8 +18,11 @@ BASE: dict[str, Any] = {
 
 _NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
-    **{family: {"full_attention_interval": 3} for family in ("qwen3_next", "qwen3_5_text")},
+    **{family: {"full_attention_interval": 3} for family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
     "lfm2": {"full_attn_idxs": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "bamba": {"attn_layer_indices": [1]},
 }
 
 

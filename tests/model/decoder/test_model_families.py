@@ -50,7 +50,7 @@ def test_stages_and_mixed_batches_equal_transformers(family: str, number: int, t
 IN_SHARDS = [
     *(("olmo2", 1), ("cohere", 1), ("phi", 0), ("phi3", 0), ("gemma3_text", 0), ("glm4", 1), ("starcoder2", 0)),
     *(("granite", 1), ("nemotron", 1), ("granite_swa", 1), ("gpt_oss", 0), ("granitemoe", 1), ("qwen2_moe", 0)),
-    *(("qwen3_next", 0), ("qwen3_5_text", 1), ("lfm2", 1)),
+    *(("qwen3_next", 0), ("qwen3_5_text", 1), ("lfm2", 1), ("granitemoehybrid", 0), ("bamba", 1)),
 ]
 """Norms over all ranks' heads, or by head; biases that are added once; fused tensors; interleaved channels; sinks;
 experts, stored together or not, and a shared one; states."""

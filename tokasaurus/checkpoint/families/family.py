@@ -77,8 +77,12 @@ class StoredTensors:
     """Weights of the norms of queries and keys are stored by head, [heads, head size]."""
     stack: ExpertStack | None = None
     """How experts are stored in files that have them together; None: no files have."""
+    choice_bias: str = "e_score_correction_bias"
+    """Name of a router's choice bias, within "mlp.choice"."""
     has_choice_bias_row: bool = False
     """A router's choice bias is stored as a matrix of one row."""
+    is_shared_alone: bool = False
+    """The shared expert is stored as the MLP of layers without experts is."""
     has_draft_layers: bool = False
     """Files may have layers beyond the model's own, which draft tokens and are not read."""
 
@@ -91,6 +95,8 @@ class StoredTensors:
 
     def place(self, module: str) -> tuple[str, list[str]]:
         """The checkpoint's module that has this one, and the modules here whose outputs come before it."""
+        if self.is_shared_alone:
+            module = module.replace("mlp.shared.", "mlp.")
         for fused, parts in self.fused.items():
             if module in parts:
                 return fused, list(parts[: parts.index(module)])

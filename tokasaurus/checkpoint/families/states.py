@@ -1,16 +1,20 @@
-"""Families most of whose layers have a state of fixed size in place of keys and values: Qwen 3 Next and 3.5, LFM 2."""
+"""Families most of whose layers have a state of fixed size in place of keys and values: Qwen 3 Next and 3.5, LFM 2,
+Granite 4, Bamba."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tokasaurus.checkpoint.families.experts import EXPERTS_OF_QWEN, STACKED_EXPERTS, sparse_layers
-from tokasaurus.checkpoint.families.family import FULL, Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import FULL, ExpertStack, Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.granite import MULTIPLIERS, layer_of_granite, scales_of_granite
 from tokasaurus.checkpoint.json_files import CheckpointError, positive_int
 from tokasaurus.checkpoint.spec import (
     ExpertsSpec,
     GatedDeltaSpec,
     LayerSpec,
+    Mamba2Spec,
     MLPSpec,
     ModelSpec,
     ShortConvSpec,
@@ -18,6 +22,8 @@ from tokasaurus.checkpoint.spec import (
 
 _MAX_HEADS, _MAX_SIZE = 1 << 16, 1 << 14
 LINEAR, CONV = "linear_attention", "conv"
+_OLD_KINDS = {"mamba": LINEAR, "attention": FULL}
+"""Names of transformers 4."""
 
 
 def _kinds(config: Settings, other: str, default: Callable[[int], bool]) -> list[str]:
@@ -26,6 +32,8 @@ def _kinds(config: Settings, other: str, default: Callable[[int], bool]) -> list
     kinds = config.fields.get("layer_types")
     if kinds is None:
         kinds = [FULL if default(index) else other for index in range(config.num_layers)]
+    if isinstance(kinds, list):
+        kinds = [_OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
     if not isinstance(kinds, list) or any(kind not in (FULL, other) for kind in kinds):
         raise CheckpointError(f"layer_types {kinds!r} is not supported, only {FULL!r} and {other!r}")
     if len(kinds) != config.num_layers:
@@ -88,6 +96,10 @@ def _qwen3_5(config: Settings) -> ModelSpec:
     return _of_qwen(config, [config.mlp()] * config.num_layers)
 
 
+def _qwen3_5_moe(config: Settings) -> ModelSpec:
+    return _of_qwen(config, [_experts_of_qwen(config)] * config.num_layers)
+
+
 def _lfm2(config: Settings) -> ModelSpec:
     width = config.width if config.fields.get("block_ff_dim") is None else _size(config, "block_ff_dim", 1 << 24)
     if config.flag("block_auto_adjust_ff_dim"):
@@ -130,6 +142,88 @@ def _lfm2_moe(config: Settings) -> ModelSpec:
     return _of_lfm2(config, _kinds(config, CONV, lambda _: True), mlps)
 
 
+def _mamba2(config: Settings, out_bias: str = "mamba_proj_bias") -> Mamba2Spec:
+    """out_bias: key of the bias of the last linear layer."""
+    if config.mlp().activation != "silu":
+        raise CheckpointError(f"hidden_act {config.fields['hidden_act']!r} is not supported, only 'silu'")
+    num_heads, expanded = _size(config, "mamba_n_heads", _MAX_HEADS), _size(config, "mamba_expand") * config.hidden_size
+    if config.fields["mamba_d_head"] == "auto":
+        config.fields["mamba_d_head"] = expanded // num_heads
+    head_dim, num_groups = _size(config, "mamba_d_head"), _size(config, "mamba_n_groups", _MAX_HEADS)
+    if head_dim * num_heads != expanded:
+        raise CheckpointError(f"mamba_d_head {head_dim} x mamba_n_heads {num_heads} is not {expanded}")
+    if num_heads % num_groups:
+        raise CheckpointError(f"mamba_n_heads {num_heads} is not a multiple of mamba_n_groups {num_groups}")
+    return Mamba2Spec(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_size=_size(config, "mamba_d_state"),
+        num_groups=num_groups,
+        conv_size=_size(config, "mamba_d_conv"),
+        eps=config.norm().eps,
+        has_conv_bias=config.flag("mamba_conv_bias"),
+        has_bias=config.flag("mamba_proj_bias"),
+        has_out_bias=config.flag(out_bias),
+        min_step=_min_step(config),
+    )
+
+
+def _min_step(config: Settings) -> float:
+    limits = config.fields.get("time_step_limit")
+    if limits is None:
+        return 0.0
+    if not isinstance(limits, list | tuple) or len(limits) != 2 or type(limits[0]) not in (int, float):
+        raise CheckpointError(f"time_step_limit must be two numbers, not {limits!r}")
+    if limits[0] < 0 or limits[1] not in (math.inf, {"__float__": "Infinity"}):
+        raise CheckpointError(f"time_step_limit {limits!r} is not supported: the second number must be infinite")
+    return float(limits[0])
+
+
+def _granitemoehybrid(config: Settings) -> ModelSpec:
+    position = config.fields.get("position_embedding_type")
+    if position not in (None, "rope", "nope"):
+        raise CheckpointError(f"position_embedding_type {position!r} is not supported, only null, 'nope' and 'rope'")
+    mlp: MLPSpec | ExpertsSpec = replace(config.mlp(), width=_size(config, "shared_intermediate_size", 1 << 24))
+    if config.count("num_local_experts"):
+        experts = config.experts("num_local_experts", scores="softmax_of_chosen")
+        assert isinstance(mlp, MLPSpec)
+        mlp = replace(experts, shared=mlp)
+    plain, state = layer_of_granite(config, mlp), _mamba2(config)
+    full = replace(plain, attention=replace(plain.own_attention, rotary=0 if position == "rope" else None))
+    kinds = _kinds(config, LINEAR, lambda _: False)
+    layers = [full if kind == FULL else replace(plain, attention=None, state=state) for kind in kinds]
+    return config.model(layers, config.norm(), **scales_of_granite(config))
+
+
+def _bamba(config: Settings) -> ModelSpec:
+    config.fields["partial_rotary_factor"] = 0.5  # whatever the file says
+    indices = config.fields.get("attn_layer_indices") or []
+    if not isinstance(indices, list) or any(type(each) is not int for each in indices):
+        raise CheckpointError(f"attn_layer_indices must be a list of whole numbers, not {indices!r}")
+    if not any(0 <= index < config.num_layers for index in indices):
+        raise CheckpointError("models without attention in any layer are not supported")
+    norm, bias, state = config.norm(), config.flag("attention_bias"), _mamba2(config)
+    attention = config.attention(has_qkv_bias=bias, has_out_bias=bias)
+    plain = LayerSpec(attention, config.mlp(has_bias=config.flag("mlp_bias")), norm, norm)
+    layers = [
+        plain if index in indices else replace(plain, attention=None, state=state) for index in range(config.num_layers)
+    ]
+    return config.model(layers, norm)
+
+
+_MAMBA_KEYS = (
+    *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
+    *("mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "attention_bias"),
+)
+_MAMBA_DEFAULTS: dict[str, Any] = {
+    **{"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "mamba_conv_bias": True, "time_step_limit": (0.0, math.inf)},
+}
+_OF_MAMBA = {
+    **{f"state.{name}": f"mamba.{name}" for name in ("out_proj", "norm")},
+    **{"state.conv": "mamba.conv1d", "state": "mamba"},
+}
+_IN_MAMBA = {"mamba.in_proj": tuple(f"state.{name}_proj" for name in ("z", "x", "b", "c", "dt"))}
 _LINEAR_KEYS = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "full_attention_interval", "attention_bias"),
@@ -212,6 +306,95 @@ FAMILIES = {
         stored=_OF_QWEN3_5,
         has_partial_rotary=True,
         with_images=("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        _qwen3_5_moe,
+        applied=(
+            *(*_LINEAR_KEYS, "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+            "shared_expert_intermediate_size",
+        ),
+        without_effect=("router_aux_loss_coef", "output_router_logits", "intermediate_size"),
+        defaults={
+            **_LINEAR_DEFAULTS,
+            **{"vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2},
+            **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True},
+            **{"shared_expert_intermediate_size": 512, "intermediate_size": 512},
+        },
+        stored=replace(_OF_QWEN3_5, names={**_OF_QWEN3_5.names, **_SHARED}, stack=STACKED_EXPERTS),
+        has_partial_rotary=True,
+        with_images=("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        _granitemoehybrid,
+        applied=(
+            *(*_MAMBA_KEYS, *MULTIPLIERS, "num_local_experts", "num_experts_per_tok", "shared_intermediate_size"),
+            "position_embedding_type",
+        ),
+        refused=("layers_block_type",),
+        without_effect=("router_aux_loss_coef", "output_router_logits", "mamba_chunk_size"),
+        defaults={
+            **dict.fromkeys(MULTIPLIERS, 1.0),
+            **_MAMBA_DEFAULTS,
+            **{"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
+        },
+        stored=StoredTensors(
+            {**_OF_MAMBA, "mlp.gate": "block_sparse_moe.router.layer", "mlp.down_proj": "shared_mlp.output_linear"},
+            fused={**_IN_MAMBA, "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")},
+            stack=ExpertStack("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+            is_shared_alone=True,
+        ),
+        is_kv_heads_optional=True,
+    ),
+    "bamba": Family(
+        "BambaForCausalLM",
+        _bamba,
+        applied=(*_MAMBA_KEYS, "attn_layer_indices", "mlp_bias"),
+        without_effect=(
+            *("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "layers_block_type"),
+            "partial_rotary_factor",
+        ),
+        defaults={
+            **{**_MAMBA_DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "partial_rotary_factor": 0.5},
+            "max_position_embeddings": 262_144,
+        },
+        stored=StoredTensors(
+            {
+                **{**_OF_MAMBA, "post_attention_layernorm": "pre_ff_layernorm", "model.norm": "model.final_layernorm"},
+                **{f"mlp.{name}_proj": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+            },
+            fused=_IN_MAMBA,
+        ),
+        is_kv_heads_optional=True,
+        has_partial_rotary=True,
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM",
+        _lfm2_moe,
+        applied=(
+            *(*_LFM2_KEYS, "num_dense_layers", "use_expert_bias", "routed_scaling_factor", "norm_topk_prob"),
+            *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        ),
+        without_effect=("rms_norm_eps", "output_router_logits"),
+        defaults={
+            **_LFM2_DEFAULTS,
+            **{"num_dense_layers": 2, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+            **{"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "intermediate_size": 7168},
+            **{"hidden_size": 2048, "num_hidden_layers": 32},
+        },
+        stored=StoredTensors(
+            {
+                **{**_OF_LFM2, "mlp.gate": "feed_forward.gate", "mlp.choice": "feed_forward"},
+                **{
+                    f"mlp.experts.*.{here}_proj": f"feed_forward.experts.*.{there}"
+                    for here, there in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+                },
+            },
+            fused=_IN_CONV,
+            choice_bias="expert_bias",
+            stack=ExpertStack("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+        ),
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",

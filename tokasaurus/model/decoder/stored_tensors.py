@@ -43,7 +43,7 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
     name, before = stored.place(module)
     shape, part = shard.shape, shard.shard
     if name in stored.fused:
-        sizes = info.spec.layers[layer].output_sizes
+        sizes = _sizes(info.spec.layers[layer], stored)
         offset, total = sum(sizes[each] for each in before), sum(sizes[each] for each in stored.fused[name])
         shape = (total, *shape[1:])
         if part:
@@ -61,6 +61,7 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
     if name in stored.by_head and part:
         by_head, part = _by_head(shard, stored, info.spec.layers[layer], name, before)
         order = by_head if order is None else by_head[order]
+    kind = stored.choice_bias if module == "mlp.choice" else kind
     is_norm = len(shard.shape) == 1 and "_proj" not in module and kind == "weight" and module != "state.norm"
     return replace(
         shard,
@@ -71,6 +72,13 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
         added=1.0 if stored.adds_one and is_norm else 0.0,
         is_flattened=shard.is_flattened or (shape != shard.shape and len(shape) != len(shard.shape)),
     )
+
+
+def _sizes(layer: LayerSpec, stored: StoredTensors) -> dict[str, int]:
+    """Output features of modules that are stored with others."""
+    if stored.is_shared_alone and isinstance(layer.mlp, ExpertsSpec) and layer.mlp.shared is not None:
+        layer = replace(layer, mlp=layer.mlp.shared)
+    return layer.output_sizes
 
 
 def _by_head(
