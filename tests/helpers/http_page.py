@@ -398,11 +398,12 @@ def _other_meanings(fields: Mapping[Field, Field]) -> list[str]:
 
 
 def _lines(fields: Iterable[Field]) -> list[str]:
-    """A line for each, or for several of which the same is told."""
-    marked: dict[str, list[str]] = {}
+    """A line for each, or for several of which the same is told; those without a meaning are in one."""
+    marked: dict[bool, dict[str, list[str]]] = {False: {}, True: {}}
     for field in fields:
-        marked.setdefault(field.values, []).append(field.marked)
-    return [f"- {','.join(names)}: {values}" for values, names in marked.items()]
+        marked[field.meaning != ""].setdefault(field.values, []).append(field.marked)
+    plain, told = ([f"{','.join(names)}: {values}" for values, names in each.items()] for each in marked.values())
+    return [f"- {each}" for each in (["; ".join(plain)] if plain else []) + told]
 
 
 def _list(fields: Iterable[Field]) -> str:

@@ -63,6 +63,13 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
         none_means="or messages=",
     )
     messages: str | None = flag(None, "column of lists of messages, in place of prompt=", none_means="or prompt=")
+    embed: str | None = flag(
+        None,
+        "in place of prompt=, a template or a column of texts that become vectors, with task=embed: the new column "
+        "embedding",
+        none_means="or prompt=",
+    )
+    dimensions: int | None = count(None, "with embed=, so many first numbers of each vector", none_means="all")
     chat: bool = flag(False, "send the prompt as the message of a user instead of text to continue")
     key: str | None = flag(
         None,
@@ -128,7 +135,7 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
     log_level: str = ServerConfig.declared("log_level", default="warning")
 
     def further_errors(self) -> Iterator[str]:
-        needed = ("input", "output", *(("prompt",) if self.messages is None else ()))
+        needed = ("input", "output", *(("prompt",) if self.messages is None and self.embed is None else ()))
         yield from are_missing([name for name in needed if getattr(self, name) is None], _USAGE)
         for name, value in {"input": self.input, "format": self.format}.items():
             if (value or "").lower().endswith(_OF_ARROW) and find_spec("pyarrow") is None:
@@ -137,6 +144,10 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
             yield "input=-: must be files, which the same command reads again when it continues"
         if self.output == "-":
             yield "output=-: must be a directory, where the same command continues"
+        if self.embed is not None and (self.prompt is not None or self.messages is not None):
+            yield "embed: in place of prompt= and messages="
+        if self.embed is None and self.dimensions is not None:
+            yield "dimensions: goes with embed="
         if self.prompt is not None and self.messages is not None:
             yield "messages: either it or prompt= is given"
         if self.messages is not None and self.chat:
@@ -276,6 +287,10 @@ def _run(config: MapConfig, sampling: "Sampling", words: list[str]) -> "MapSumma
         "overwrite": config.overwrite,
         "retry_errors": config.retry_errors,
     }
+    fields: dict[str, Any] = {}
+    if config.embed is not None:
+        keywords |= {"sampling": None, "embed": given_text("embed", config.embed)}
+        fields = {} if config.dimensions is None else {"dimensions": config.dimensions}
     # Now, since starting an engine may take minutes.
     check_arguments(config.input, Path(config.output).expanduser(), MapOptions(**keywords))
     client = (
@@ -284,7 +299,7 @@ def _run(config: MapConfig, sampling: "Sampling", words: list[str]) -> "MapSumma
         else LLM(concurrency=config.concurrency, **engine_flags(config, words))
     )
     with client:
-        return client.map(config.input, config.output, **keywords)
+        return client.map(config.input, config.output, **keywords, **fields)
 
 
 def _describe(summary: "MapSummary") -> str:
@@ -292,8 +307,9 @@ def _describe(summary: "MapSummary") -> str:
     rows = "row" if num_answered == 1 else "rows"
     errors = "1 error" if summary.num_errors == 1 else f"{summary.num_errors:,} errors"
     skipped = f", {summary.num_skipped:,} done before" if summary.num_skipped else ""
-    rate = summary.output_tokens / max(summary.seconds, 1e-9)
-    sums = f"{summary.output_tokens:,} tokens, {summary.seconds:.1f} s, {rate:,.1f} tokens/s"
+    num_tokens = summary.output_tokens or summary.prompt_tokens  # of vectors, there are no others
+    rate = num_tokens / max(summary.seconds, 1e-9)
+    sums = f"{num_tokens:,} tokens, {summary.seconds:.1f} s, {rate:,.1f} tokens/s"
     again = "; with retry_errors=T, the same command computes rows with errors again" if summary.num_errors else ""
     first, last = f"{num_answered:,} {rows} answered, {errors}{skipped}, {sums}", f"the rows are in {summary.output}"
     return "\n".join([first, *summary.reasons, f"{last}{again}"])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, Ty
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from typing_extensions import Self, Unpack
 
 from tokasaurus.library.blocking import BulkSession, LoopThread
@@ -31,17 +32,31 @@ from tokasaurus.library.map.sources import absolute_paths
 from tokasaurus.library.model_files import ModelFiles
 from tokasaurus.library.requests import (
     CHAT,
+    CLASSIFY,
     COMPLETIONS,
+    EMBEDDINGS,
+    RERANK,
     Answer,
     BadPrompt,
     Message,
+    PooledFormat,
     Prompt,
     RequestFormat,
     RequestLine,
     Schema,
     ScoreFormat,
 )
-from tokasaurus.library.results import ParsedT, Result, Results, RowError, RowsFailed, Score, failures_of
+from tokasaurus.library.results import (
+    ParsedT,
+    Pooled,
+    Result,
+    Results,
+    RowError,
+    RowsFailed,
+    Score,
+    failures_of,
+    stacked,
+)
 from tokasaurus.library.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -51,9 +66,11 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = "Prompt | Mapping[str, Any]"
 """A prompt, or a dictionary with "prompt" or "messages" beside other fields."""
-AnyResults = TypeVar("AnyResults", bound="Results[Any] | list[Score]")
-RowResult = TypeVar("RowResult", bound="Result[Any] | Score")
-MadeResult = TypeVar("MadeResult", bound="Result[Any] | Score", covariant=True)
+AnyResults = TypeVar("AnyResults", bound="Results[Any] | list[Score] | list[Pooled]")
+RowResult = TypeVar("RowResult", bound="Result[Any] | Score | Pooled")
+MadeResult = TypeVar("MadeResult", bound="Result[Any] | Score | Pooled", covariant=True)
+Vectors: TypeAlias = "NDArray[np.float32]"
+"""float32 [texts, numbers]."""
 _SEE_ERROR = " (their .error says why)"
 
 _MAX_READ_S = 0.05
@@ -63,7 +80,7 @@ _MAX_READ_ROWS = 256
 
 
 class _RowFormat(Protocol[MadeResult]):
-    """How rows become lines, and answers become results: RequestFormat and ScoreFormat."""
+    """How rows become lines, and answers become results: RequestFormat, ScoreFormat and PooledFormat."""
 
     def line(self, number: int, row: Any, /) -> RequestLine: ...
 
@@ -293,6 +310,52 @@ class AsyncClient:
     ) -> list[Score]:
         """`Client.score`, as a coroutine."""
         return _told(await self._scored(_checked_pairs(prompts, completions), adapter, progress), raise_on_error)
+
+    async def embed(
+        self,
+        texts: Iterable[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        progress: bool = True,
+        raise_on_error: bool = False,
+    ) -> Vectors:
+        """`Client.embed`, as a coroutine."""
+        fields = {"dimensions": dimensions, "prompt_name": prompt_name}
+        return stacked(_told(await self._pooled(EMBEDDINGS, _checked_texts(texts), fields, progress), raise_on_error))
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Iterable[str],
+        *,
+        instruction: str | None = None,
+        progress: bool = True,
+        raise_on_error: bool = False,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """`Client.rerank`, as a coroutine."""
+        pairs = [(query, document) for document in _checked_texts(documents)]
+        fields = {"instruction": instruction}
+        return _ranked(_told(await self._pooled(RERANK, pairs, fields, progress), raise_on_error))
+
+    async def classify(
+        self, texts: Iterable[str | Sequence[int]], *, progress: bool = True, raise_on_error: bool = False
+    ) -> tuple[list[str | None], Vectors]:
+        """`Client.classify`, as a coroutine."""
+        return _classified(_told(await self._pooled(CLASSIFY, _checked_texts(texts), {}, progress), raise_on_error))
+
+    async def _pooled(self, url: str, rows: list[Any], fields: Mapping[str, object], progress: bool) -> list[Pooled]:
+        """Of each row, in their order; without a warning of errors."""
+        row_format = PooledFormat(await self.connect(), url, fields)
+        return await self._in_order("embed" if url == EMBEDDINGS else "score", rows, rows, row_format, progress)
+
+    async def _embed_format(self, fields: Mapping[str, object]) -> tuple[PooledFormat, int]:
+        """How a job's texts become vectors, and how many numbers these have. fields: of all bodies. Raises
+        ServerError, also if the model makes none."""
+        (probe,) = await self._pooled(EMBEDDINGS, ["a"], fields, progress=False)
+        if probe.error is not None:
+            raise ServerError(str(probe.error))
+        return PooledFormat(await self.connect(), EMBEDDINGS, fields), len(probe.numbers)
 
     async def update_weights(
         self,
@@ -564,6 +627,45 @@ class Client:
         scored = self._client._scored(_checked_pairs(prompts, completions), adapter, progress)
         return _told(self._loop.run(scored), raise_on_error)
 
+    def embed(
+        self,
+        texts: Iterable[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        progress: bool = True,
+        raise_on_error: bool = False,
+    ) -> Vectors:
+        """The vectors of texts or token ids, by a model with `task="embed"`; NaN for a text with an error.
+
+        dimensions, prompt_name: as in the HTTP API. progress, raise_on_error: as for `generate`."""
+        fields = {"dimensions": dimensions, "prompt_name": prompt_name}
+        pooled = self._client._pooled(EMBEDDINGS, _checked_texts(texts), fields, progress)
+        return stacked(_told(self._loop.run(pooled), raise_on_error))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Iterable[str],
+        *,
+        instruction: str | None = None,
+        progress: bool = True,
+        raise_on_error: bool = False,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Numbers of the documents, best first; and the score of each, in the order of the input, NaN with an error.
+
+        instruction: as in the HTTP API. progress, raise_on_error: as for `generate`."""
+        pairs = [(query, document) for document in _checked_texts(documents)]
+        pooled = self._client._pooled(RERANK, pairs, {"instruction": instruction}, progress)
+        return _ranked(_told(self._loop.run(pooled), raise_on_error))
+
+    def classify(
+        self, texts: Iterable[str | Sequence[int]], *, progress: bool = True, raise_on_error: bool = False
+    ) -> tuple[list[str | None], Vectors]:
+        """The label of each text, and the probabilities of all labels; None and NaN for a text with an error."""
+        pooled = self._client._pooled(CLASSIFY, _checked_texts(texts), {}, progress)
+        return _classified(_told(self._loop.run(pooled), raise_on_error))
+
     def update_weights(
         self,
         directory: str | Path,
@@ -609,6 +711,8 @@ class Client:
         lines, as a list of dicts.
         prompt: of a row: a template such as "Q: {question}", the name of a column, or a function of the row, a dict. It
         gives a text, token ids, or messages.
+        embed: in place of `prompt`, by a model that makes vectors: the new column `embedding` has those of the texts,
+        in Parquet as fixed-size lists of float32, and there is no answer. `options` may be `dimensions`.
         messages: the same, but a column or a function that gives a list of messages.
         chat: texts of `prompt` are sent as the message of a user, in place of being completed.
         key: a column whose values tell rows apart. None: the row's number in its file.
@@ -638,6 +742,11 @@ class Client:
 
         fields: dict[str, Any] = {**keywords}
         options = MapOptions(**{name: fields.pop(name) for name in KEYWORDS if name in fields})
+        model_files = None if output is None else self._client._find_model_files()
+        if options.embed is not None:
+            pooled_format, size = self._loop.run(self._client._embed_format(fields))
+            with self._session("map" if output is None else f"map {Path(output).name}") as session:
+                return map_rows(session, pooled_format, rows, output, options, model_files, vector_size=size)
         sampling = Sampling() if options.sampling is None else options.sampling
         if isinstance(sampling, Sampling):  # the format refuses all else
             sampling = dataclasses.replace(sampling, logprobs="logprobs" in options.columns, top_logprobs=0)
@@ -645,7 +754,6 @@ class Client:
         request_format = self._loop.run(
             self._client._format(sampling, options.schema, options.tools, fields, endpoints)
         )
-        model_files = None if output is None else self._client._find_model_files()
         with self._session("map" if output is None else f"map {Path(output).name}") as session:
             return map_rows(session, request_format, rows, output, options, model_files)
 
@@ -752,6 +860,22 @@ def _checked_prompts(prompts: Iterable[Any]) -> list[Any]:
         if isinstance(row, Mapping) or (isinstance(row, list | tuple) and row and isinstance(row[0], Mapping)):
             raise TypeError(f"prompts[{number}] has messages, which `chat` answers; `generate` completes texts")
     return rows
+
+
+def _checked_texts(texts: Iterable[Any]) -> list[Any]:
+    """Raises TypeError for one text in place of several."""
+    if isinstance(texts, str):
+        raise TypeError("texts must be a list of texts; for one of them, write [text]")
+    return _checked_list(texts, "texts")
+
+
+def _ranked(rows: list[Pooled]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    scores = np.array([np.nan if row.error is not None else row.numbers[0] for row in rows], np.float32)
+    return np.argsort(-scores, kind="stable"), scores
+
+
+def _classified(rows: list[Pooled]) -> tuple[list[str | None], Vectors]:
+    return [row.label for row in rows], stacked(rows)
 
 
 def _checked_conversations(conversations: Iterable[Any]) -> list[Any]:

@@ -12,16 +12,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
-from tokasaurus.library.results import NO_TOKENS, ParsedT, Result, RowError, Sample, Score, ToolCall, row_error
+from tokasaurus.library.results import NO_TOKENS, ParsedT, Pooled, Result, RowError, Sample, Score, ToolCall, row_error
 from tokasaurus.library.sampling import Sampling
 from tokasaurus.messages.sampling import GENERATE_TOKENS
 from tokasaurus.text.exact_json import dumps, loads
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+EMBEDDINGS, RERANK, CLASSIFY = "/v1/embeddings", "/v1/rerank", "/classify"
 
 Message: TypeAlias = Mapping[str, Any]
 """A message of a chat in OpenAI's API: "role", "content", ..."""
@@ -271,6 +273,59 @@ class ScoreFormat:
             return Score(np.array(token_ids[first:], np.int32), values)
         except _UNREADABLE as error:
             return Score(*NO_TOKENS, _unreadable(answer, error))
+
+
+class PooledFormat:
+    """How texts, or pairs of a query and a document, become requests, and answers become vectors, probabilities or
+    scores."""
+
+    asks_tools = False
+
+    def __init__(self, model: str, url: str, fields: Mapping[str, object]) -> None:
+        """url: EMBEDDINGS, RERANK of pairs, or CLASSIFY. fields: of all bodies; those that are None are left out."""
+        own: dict[str, object] = {"encoding_format": "base64"} if url == EMBEDDINGS else {}
+        own |= {"return_documents": False} if url == RERANK else {}
+        self._url = url
+        self._end = _rest({"model": model, **own, **{name: each for name, each in fields.items() if each is not None}})
+
+    def line(self, number: int, row: Any) -> RequestLine:
+        """row: a text or token ids; or a pair of texts. Raises BadPrompt."""
+        if self._url == RERANK:
+            query, document = row
+            if not isinstance(document, str):
+                raise BadPrompt(f"a document is a text, not {_kind(document)}")
+            body = b'{"query":%b,"documents":%b' % (_dump(query), _dump([document]))
+            return RequestLine(number, RERANK, body + self._end)
+        given = row.tolist() if isinstance(row, np.ndarray) else row
+        if not isinstance(given, str):
+            if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
+                raise BadPrompt(f"a text is a str or a list of token ids, not {_kind(given)}")
+            given = list(map(_refuse_token_unless_int, given))
+        return RequestLine(number, self._url, b'{"input":' + _dump(given) + self._end)
+
+    @staticmethod
+    def failed(_key: object, _row: object, error: RowError) -> Pooled:
+        """Of a row without an answer."""
+        return Pooled(np.zeros(0, np.float32), error=error)
+
+    def result(self, answer: Answer, key: object, row: object) -> Pooled:
+        """Of an answer; its error if the server answered one."""
+        if answer.status != 200:
+            return self.failed(key, row, row_error(answer.status, answer.body))
+        try:
+            if self._url == EMBEDDINGS:
+                return Pooled(unpacked_vector(answer.body["data"][0]["embedding"]))
+            if self._url == RERANK:
+                return Pooled(np.array([answer.body["results"][0]["relevance_score"]], np.float32))
+            (found,) = answer.body["data"]
+            return Pooled(np.array(found["probs"], np.float32), str(found["label"]))
+        except _UNREADABLE as error:
+            return self.failed(key, row, _unreadable(answer, error))
+
+
+def unpacked_vector(packed: str) -> NDArray[np.float32]:
+    """[D], of an embedding in base64."""
+    return np.frombuffer(base64.b64decode(packed), "<f4")
 
 
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)

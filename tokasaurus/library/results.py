@@ -216,11 +216,32 @@ class Score:
         return _plain_fields(self)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pooled:
+    """What a model that makes vectors or scores gives for one text or pair."""
+
+    numbers: NDArray[np.float32]
+    """[D]; none if there is an error."""
+    label: str | None = None
+    """Of a classifier."""
+    error: RowError | None = None
+
+
+def stacked(rows: Sequence[Pooled]) -> NDArray[np.float32]:
+    """[rows, D]: NaN where there is an error."""
+    size = max((len(row.numbers) for row in rows), default=0)
+    found = np.full((len(rows), size), np.nan, np.float32)
+    for number, row in enumerate(rows):
+        if row.error is None:
+            found[number] = row.numbers
+    return found
+
+
 class RowsFailed(UserWarning):
     """Prompts of a call have errors: a warning, or an exception with raise_on_error=True. One line counts them by
     reason."""
 
-    def __init__(self, message: str, results: Sequence[Result[Any] | Score] = ()) -> None:
+    def __init__(self, message: str, results: Sequence[Result[Any] | Score | Pooled] = ()) -> None:
         """results: all of the call; none of a stream."""
         super().__init__(message)
         self.results = results

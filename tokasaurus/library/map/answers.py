@@ -31,13 +31,22 @@ class AnswerNames:
     """Names of the further columns, in the order of `fields`."""
     fields: tuple[str, ...] = ()
     """Some of COLUMNS."""
+    vector_size: int | None = None
+    """Numbers of the vector that the answer is, in place of a text, in which case there is no finish reason; 0 while it
+    is not known."""
 
     def __iter__(self) -> Any:
+        if self.vector_size is not None:
+            return iter((self.answer, self.error))
         return iter((self.answer, self.finish_reason, self.error, *self.more))
 
 
-def answer_names(columns: Sequence[str], prefix: str, fields: Sequence[str] = ()) -> AnswerNames:
+def answer_names(
+    columns: Sequence[str], prefix: str, fields: Sequence[str] = (), are_vectors: bool = False
+) -> AnswerNames:
     """columns: of the rows. fields: further columns. Raises ValueError and TypeError."""
+    if are_vectors and fields:
+        raise ValueError("columns: only of answers, and embed= has none")
     if isinstance(fields, str) or not all(isinstance(field, str) for field in fields):
         raise TypeError(f"columns must be a list of names, such as ['token_ids'], not {fields!r}")
     for field in fields:
@@ -46,6 +55,8 @@ def answer_names(columns: Sequence[str], prefix: str, fields: Sequence[str] = ()
     fields = tuple(dict.fromkeys(fields))
     more = tuple(f"{prefix}{field}" for field in fields)
     names = AnswerNames(f"{prefix}answer", f"{prefix}finish_reason", f"{prefix}error", more, fields)
+    if are_vectors:
+        names = AnswerNames(f"{prefix}embedding", "", f"{prefix}error", vector_size=0)
     taken = [name for name in names if name in columns]
     if taken:
         raise ValueError(
@@ -82,6 +93,8 @@ class AnswerColumn:
     """Whether they are lists with a value for each sample."""
     field: str = ""
     """Which of COLUMNS it is; "" for a column of texts."""
+    vector_size: int | None = None
+    """Numbers of each of the vectors, float32, that the values are."""
 
     def array(self) -> pa.Array:
         import pyarrow as pa
@@ -91,6 +104,8 @@ class AnswerColumn:
     def kind(self) -> pa.DataType:
         import pyarrow as pa
 
+        if self.vector_size is not None:
+            return pa.list_(pa.float32(), self.vector_size)
         call = pa.struct([(name, pa.string()) for name in ("id", "name", "arguments")])
         kinds = {
             "token_ids": pa.list_(pa.int32()),

@@ -40,7 +40,7 @@ from tokasaurus.library.map.rows import (
 from tokasaurus.library.map.shards import FORMATS, MapRow, make_format
 from tokasaurus.library.map.sources import open_source
 from tokasaurus.library.model_files import ModelFiles
-from tokasaurus.library.requests import Answer, BadPrompt, RequestFormat, RequestLine
+from tokasaurus.library.requests import Answer, BadPrompt, PooledFormat, RequestFormat, RequestLine
 from tokasaurus.library.results import RowError, row_error
 from tokasaurus.processes.group import STOP_NUMBERS
 from tokasaurus.text.exact_json import loads
@@ -55,15 +55,16 @@ _MAX_ERROR_CHARS = 2_000
 
 def map_rows(
     session: BulkSession,
-    request_format: RequestFormat,
+    request_format: RequestFormat | PooledFormat,
     rows: object,
     output: str | Path | None,
     options: MapOptions,
     model_files: ModelFiles | None = None,
+    vector_size: int | None = None,
 ) -> object:
     """Answer every row; see `Client.map`. Call it from the thread that has the rows.
 
-    model_files: of the model that answers, if they are known.
+    model_files: of the model that answers, if they are known. vector_size: numbers of a vector, with a PooledFormat.
 
     Returns a MapSummary if there is an output, else the rows with their answers in the type that came in. Raises
     ValueError, TypeError and FileNotFoundError for wrong arguments, JobChanged, OutputInUse, OutputFull, RowMisfit, and
@@ -76,8 +77,13 @@ def map_rows(
     if request_format.asks_tools and prompts.is_text and not options.chat:
         raise ValueError("tools need messages: chat=True sends the prompt as the message of a user")
     # All that the rows' requests have in common.
-    request = loads(request_format.line(0, [{"role": "user", "content": ""}]).body)
-    del request["messages"]
+    if isinstance(request_format, PooledFormat):
+        names = dataclasses.replace(names, vector_size=vector_size)
+        request = loads(request_format.line(0, "").body)
+        request["input"] = vector_size
+    else:
+        request = loads(request_format.line(0, [{"role": "user", "content": ""}]).body)
+        del request["messages"]
     is_list = request.get("n", 1) > 1
     stored: Output
     if output is None:
@@ -113,8 +119,11 @@ def check_arguments(rows: object, output: Path | None, options: MapOptions) -> t
     if options.overwrite and options.retry_errors:
         raise ValueError("retry_errors=True: overwrite=True leaves no rows that could have errors")
     source = open_source(rows, options.key, output)
-    prompts = Prompts(source, options.prompt, options.messages, options.chat)
-    names = answer_names(source.columns, options.prefix, options.columns)
+    prompts = Prompts(source, options.prompt, options.messages, options.chat, options.embed)
+    for name in ("sampling", "schema", "tools") if options.embed is not None else ():
+        if getattr(options, name) is not None:
+            raise ValueError(f"{name}: is for answers, and embed= has none")
+    names = answer_names(source.columns, options.prefix, options.columns, options.embed is not None)
     if options.format is not None and options.format not in FORMATS:
         raise ValueError(f"format={options.format!r}: must be {' or '.join(FORMATS)}")
     are_dicts_of_files = bool(source.paths) and source.schema is None
@@ -165,7 +174,7 @@ class _Job:
     def __init__(
         self,
         session: BulkSession,
-        request_format: RequestFormat,
+        request_format: RequestFormat | PooledFormat,
         source: Source,
         prompts: Prompts,
         output: Output,
@@ -363,9 +372,14 @@ class _Job:
         if answer.status != 200:
             return _fail(row, row_error(answer.status, body))
         try:
+            if isinstance(self._format, PooledFormat):
+                row.answer = body["data"][0]["embedding"]
+                self._counts.prompt_tokens += body["usage"]["prompt_tokens"]
+                return row
             texts = [_text_of(choice) for choice in body["choices"]]
             reasons = [choice["finish_reason"] for choice in body["choices"]]
             if self._further:
+                assert isinstance(self._format, RequestFormat), "vectors have no further columns"
                 result = self._format.result(answer, None, None)
                 if result.error is not None:
                     return _fail(row, result.error)

@@ -21,6 +21,7 @@ class MapOptions:
 
     prompt: PromptOf | None = None
     messages: PromptOf | None = None
+    embed: PromptOf | None = None
     chat: bool = False
     key: str | None = None
     sampling: Sampling | None = None
@@ -39,6 +40,7 @@ class MapKeywords(ChatOptions, total=False):
 
     prompt: PromptOf | None
     messages: PromptOf | None
+    embed: PromptOf | None
     chat: bool
     key: str | None
     sampling: Sampling | None

@@ -21,17 +21,26 @@ class NoPrompt(Exception):
 class Prompts:
     """How the rows of a job become prompts."""
 
-    def __init__(self, source: Source, prompt: PromptOf | None, messages: PromptOf | None, chat: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        prompt: PromptOf | None,
+        messages: PromptOf | None,
+        chat: bool,
+        embed: PromptOf | None = None,
+    ) -> None:
         """prompt: gives a text, or token ids; or messages, which are sent as a chat. messages: gives messages, and is
-        no template. chat: a text is sent as the message of a user. Raises TypeError and ValueError."""
-        if (prompt is None) == (messages is None):
-            raise TypeError("map needs either prompt= or messages=")
-        if messages is not None and chat:
-            raise TypeError("chat=True goes with prompt=; messages= are a chat already")
+        no template. chat: a text is sent as the message of a user. embed: gives a text that becomes a vector. Raises
+        TypeError and ValueError."""
+        asked = {"prompt": prompt, "messages": messages, "embed": embed}
+        if len(given_ones := [name for name, each in asked.items() if each is not None]) != 1:
+            raise TypeError("map needs either prompt= or messages= or embed=")
+        if chat and prompt is None:
+            raise TypeError(f"chat=True goes with prompt=; {given_ones[0]}= is none")
         self._chat = chat
         self._is_messages = messages is not None
-        argument = "prompt" if messages is None else "messages"
-        given = prompt if messages is None else messages
+        (argument,) = given_ones
+        given = asked[argument]
         self.description = given if isinstance(given, str) else f"function {getattr(given, '__name__', given)}"
         """The prompt's source, for messages about a job that has changed."""
         self.is_text = isinstance(given, str) and messages is None and ("{" in given or "}" in given)

@@ -17,6 +17,7 @@ import orjson
 
 from tokasaurus.library.map.answers import AnswerColumn, AnswerNames
 from tokasaurus.library.map.rows import Row, RowBatch, Source, import_arrow, to_json, without_surrogates
+from tokasaurus.library.requests import unpacked_vector
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -169,13 +170,17 @@ class JsonShards:
 
     def write(self, path: Path, rows: Sequence[MapRow]) -> None:
         parts = []
-        empty: Sequence[Any] = [None] * len(self._names.more)
+        names = self._names
+        empty: Sequence[Any] = [None] * len(names.more)
         for row in sorted(rows, key=lambda row: row.number):
             assert row.batch.lines is not None
             line = row.batch.lines[row.index]
             assert line is not None
-            values = (row.answer, row.finish_reason, row.error, *(empty if row.more is None else row.more))
-            answers = to_json(dict(zip(self._names, values, strict=True)))
+            more = empty if row.more is None else row.more
+            values: tuple[Any, ...] = (row.answer, row.finish_reason, row.error, *more)
+            if names.vector_size is not None:
+                values = vector_of(row), row.error
+            answers = to_json(dict(zip(names, values, strict=True)))
             is_empty = not line[1:-1].strip()
             parts.append(answers if is_empty else b"%b,%b" % (line[:-1], answers[1:]))
         parts.append(b"")
@@ -447,6 +452,10 @@ def make_format(name: str, source: Source, names: AnswerNames, is_list: bool) ->
 
 def answer_columns(names: AnswerNames, rows: Sequence[MapRow], is_list: bool) -> list[AnswerColumn]:
     """The columns that are added, with a value for each row."""
+    if names.vector_size is not None:
+        vectors = [vector_of(row) for row in rows]
+        error = AnswerColumn(names.error, [row.error for row in rows], False)
+        return [AnswerColumn(names.answer, vectors, False, vector_size=names.vector_size), error]
     return [
         AnswerColumn(names.answer, [row.answer for row in rows], is_list),
         AnswerColumn(names.finish_reason, [row.finish_reason for row in rows], is_list),
@@ -456,6 +465,12 @@ def answer_columns(names: AnswerNames, rows: Sequence[MapRow], is_list: bool) ->
             for index, (name, field) in enumerate(zip(names.more, names.fields, strict=True))
         ),
     ]
+
+
+def vector_of(row: MapRow) -> npt.NDArray[np.float32] | None:
+    """Of a row whose answer is one, in base64."""
+    assert row.answer is None or isinstance(row.answer, str)
+    return None if row.answer is None else unpacked_vector(row.answer)
 
 
 def shard_name(number: int, suffix: str) -> str:
