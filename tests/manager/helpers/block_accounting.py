@@ -69,7 +69,25 @@ def assert_each_block_has_one_owner(state: EngineState) -> None:
     assert tree.num_blocks == len(cached)
     assert blocks.num_used == len(own) + num_cached_in_use + num_held
     assert blocks.num_available == blocks.num_blocks - blocks.num_used
+    _check_snapshots(state, running, {*own, *cached})
     _assert_each_sequence_is_in_one_queue(state, running)
+
+
+def _check_snapshots(state: EngineState, running: list[Sequence], blocks: set[int]) -> None:
+    """Each snapshot is free, or of one block: saved, or promised by one sequence. blocks: of tokens."""
+    snapshots = state.blocks.snapshots
+    if snapshots is None or state.starts_are_stale:
+        return
+    promised = [block for sequence in running for _, block in sequence.saves]
+    holders = Counter(sequence.snapshot_block for sequence in running if sequence.snapshot_block)
+    there = np.flatnonzero(snapshots._numbers).tolist()
+    assert set(there) <= blocks
+    assert sorted(promised) == [block for block in there if not snapshots.is_saved[block]]
+    assert sorted(snapshots._numbers[there].tolist() + snapshots._free) == list(range(1, snapshots.num_snapshots + 1))
+    assert {block: snapshots.num_holders[block] for block in snapshots.num_holders.nonzero()[0]} == holders
+    assert sorted(snapshots._unheld) == [
+        block for block in there if snapshots.is_saved[block] and not snapshots.num_holders[block]
+    ]
 
 
 def _check_windows(state: EngineState, running: list[Sequence], blocks: set[int]) -> tuple[list[int], int]:

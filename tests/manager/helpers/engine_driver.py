@@ -59,7 +59,11 @@ class EndsNext:
 
 
 def make_options(
-    num_blocks: int = 20, page_size: int = 4, windows: WindowGroups | None = None, **changed: Any
+    num_blocks: int = 20,
+    page_size: int = 4,
+    windows: WindowGroups | None = None,
+    num_snapshots: int = 0,
+    **changed: Any,
 ) -> EngineOptions:
     """Options of a small engine, which expects every sequence to reach max_new_tokens. num_blocks: of tokens; with
     windows, as many blocks as a sequence of so many needs. changed: flags, and fields of EngineOptions."""
@@ -72,7 +76,7 @@ def make_options(
         "use_spec_allocation": False,
     }
     fields: dict[str, Any] = {
-        "limits": EngineLimits(num_blocks, page_size, max_tokens, windows=windows),
+        "limits": EngineLimits(num_blocks, page_size, max_tokens, windows=windows, num_snapshots=num_snapshots),
         "eos_ids": frozenset({EOS_ID}),
         "decode_text": decode_text,
         "prompt_tail": prompt_tail,

@@ -3,7 +3,8 @@
 It stores token ids in paged memory, where a model stores keys and values, and draws each token from a hash of all
 tokens that it reads back through the block table. A block given to two sequences, a block table that is too short, or a
 chunk that is skipped or sent twice trips an assertion or changes the tokens. Layers with windows store the same tokens
-in their own blocks of the same memory, and read those that they see.
+in their own blocks of the same memory, and read those that they see. The state of a layer with a state is all tokens
+that have changed it.
 """
 
 import contextlib
@@ -36,6 +37,8 @@ class FakeSlot:
     last_token: int | None = None
     has_run: bool = False
     block_table: list[int] = field(default_factory=list)
+    state: tuple[str, list[int]] = ("", [])
+    """The adapter and the tokens that have changed it."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -59,6 +62,7 @@ class FakeWorker:
         """The group of layers that wrote each token last; 0: those that see all tokens."""
         self.window_blocks: dict[int, list[int]] = {}
         """By block of tables: those of the groups with windows."""
+        self.snapshots: dict[int, tuple[str, list[int]]] = {}
         self.slots: dict[int, FakeSlot] = {}
         self.opened: list[tuple[int, int]] = []
         """Key of each opening of a slot, in order."""
@@ -104,6 +108,7 @@ class FakeWorker:
         prompt_logprobs = FakePromptLogprobs(message)
         masks = read_masks(message)
         starts = {slot_id: self.slots[slot_id].position for slot_id, _ in rows}
+        saves = self._read_saves(message)
         for row, (slot_id, num_tokens) in enumerate(rows):
             slot = self.slots[slot_id]
             if row < message.num_decode:
@@ -116,6 +121,13 @@ class FakeWorker:
                 tokens, prompt_ids = prompt_ids[:num_tokens], prompt_ids[num_tokens:]
                 assert slot.next_target in (None, tokens[0])
             context = self._write(slot, tokens)
+            if self.limits.num_snapshots:
+                adapter, before = slot.state
+                assert (adapter, before) == (slot.adapter, context[: -len(tokens)]), "a state of other tokens"
+                slot.state = adapter, context
+                for position, number in saves.pop(row, []):
+                    assert 0 < position <= num_tokens
+                    self.snapshots[number] = adapter, context[: len(before) + position]
             slot.next_target = prompt_logprobs.add(row, context, num_tokens, slot.position == slot.num_prompt_tokens)
             if slot.position < slot.num_prompt_tokens:
                 continue
@@ -134,6 +146,7 @@ class FakeWorker:
             assert slot.want_logprobs or not slot.num_top
             self.num_sampled[slot.key] = self.num_sampled.get(slot.key, 0) + 1
         assert not masks, "a mask without a row"
+        assert not saves, "a snapshot without a prompt"
         for slot_id, start in starts.items():  # once all rows have written
             self._see_windows(self.slots[slot_id], start)
         return ForwardOutput(
@@ -144,6 +157,24 @@ class FakeWorker:
             top=top_of_rows(token_ids, logprobs, counts),
             prompt_logprobs=prompt_logprobs.answer(),
         )
+
+    def _read_saves(self, message: ForwardInput) -> dict[int, list[tuple[int, int]]]:
+        """By row: after how many of its tokens its state is saved, and where."""
+        if message.saves is None:
+            return {}
+        saves, found = message.saves, dict[int, list[tuple[int, int]]]()
+        numbers = saves.snapshots.tolist()
+        assert len(set(numbers)) == len(numbers)
+        assert all(0 < number <= self.limits.num_snapshots for number in numbers)
+        opened = message.changes.opened
+        if opened is not None and opened.snapshots is not None:
+            assert not {*numbers} & {*opened.snapshots.tolist()}, "a snapshot is read and written by one step"
+        for row, position, number in zip(saves.rows.tolist(), saves.num_tokens.tolist(), numbers, strict=True):
+            assert row >= message.num_decode
+            found.setdefault(row, []).append((position, number))
+        assert list(found) == sorted(found)
+        assert all(own == sorted(own) for own in found.values())
+        return found
 
     def _apply_changes(self, message: ForwardInput) -> None:
         changes = message.changes
@@ -176,6 +207,8 @@ class FakeWorker:
                     assert slot.adapter == self.requests[slot.seed].adapter
                 assert slot.position <= slot.first_write <= slot.num_prompt_tokens
                 assert slot.position < slot.num_prompt_tokens
+                number = 0 if opens.snapshots is None else int(opens.snapshots[row])
+                slot.state = self.snapshots[number] if number else (slot.adapter, [])
                 self.slots[slot_id] = slot
                 self.opened.append(slot.key)
                 self.start_positions.append(slot.position)

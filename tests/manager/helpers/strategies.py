@@ -53,6 +53,7 @@ varied_options = {
     "num_microbatches": st.sampled_from([1, 1, 2, 5]),
     "max_loras": st.sampled_from([1, 2, 3]),
     "windows": st.sampled_from([None, None, None, *WINDOWS]),
+    "num_snapshots": st.sampled_from([0, 0, 0, 1, 2, 5, 30]),
 }
 
 shapes_strategy = st.lists(

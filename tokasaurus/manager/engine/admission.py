@@ -334,6 +334,8 @@ def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
     page_size = state.options.limits.page_size
     sample_groups = _group_by_prompt(state, sequences)
     first_positions = np.minimum(num_prompt_tokens // page_size * page_size, num_prompt_tokens - 1)
+    if state.blocks.snapshots is not None:  # of the first sample, where the others' states start
+        first_positions = (num_prompt_tokens - 1) // page_size * page_size
     first_positions[[sample_group.start for sample_group in sample_groups]] = [
         sample_group.first_position for sample_group in sample_groups
     ]
@@ -385,8 +387,8 @@ def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[Samp
         path = [(next(new_nodes), num_new)] if num_new else []
         path += _path_of_match(tree, match)
         start = min(num_cached * page_size, num_tokens - 1)
-        if state.blocks.windows is not None:
-            start = state.blocks.windows.start(tree.blocks_on_path(match), start)
+        if state.blocks.windows is not None or state.blocks.snapshots is not None:
+            start = state.blocks.start(tree.blocks_on_path(match), start)
         sample_groups.append(SampleGroup(index, match, start, num_cached, path))
     return sample_groups
 
@@ -423,8 +425,9 @@ def _share(state: EngineState, sequences: list[Sequence], prompts: list[_CachedP
                 reserved_num_top, cached, new, sequence.request.num_top_prompt_logprobs
             )
             start = first_position(num_with_logprobs, page_size)
-        if state.blocks.windows is not None and not scratch_match.num_blocks:
-            start = state.blocks.windows.start(tree.blocks_on_path(match), start)
+        if state.blocks.snapshots is not None or (state.blocks.windows is not None and not scratch_match.num_blocks):
+            cached = tree.blocks_on_path(match)
+            start = state.blocks.start(cached, min(start, len(cached) * page_size))
         if len(new):
             node = scratch_tree.insert(node, rest[scratch_match.num_blocks * block_bytes :], new, branch)
         found.append((index, start, num_cached, match, node))

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.lifecycle import count_computed, count_shared, count_start, next_mask
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, build_prompt_logprobs_input
+from tokasaurus.manager.kv_cache.snapshots import Snapshots
 from tokasaurus.manager.kv_cache.window_blocks import WindowSets
 from tokasaurus.manager.planning.prefix_groups import OPTIMISM, GroupTrial, group_by_prefix, saved_by_step
 from tokasaurus.manager.planning.step_times import step_cost, step_features
@@ -18,6 +19,7 @@ from tokasaurus.messages.forward import (
     PrefixGroups,
     SlotChanges,
     SlotOpens,
+    StateSaves,
     TableCopies,
     TokenMasks,
 )
@@ -57,6 +59,12 @@ def start_step(
         _build_logprob_chunks(state, prefill, chunks, len(decode)) if state.blocks.prompt_logprobs is not None else []
     )
     prompt_ids, opened, done = _step_prefilling(state, prefill, chunks)
+    opens = _build_opens(state, opened)
+    saves = (
+        None
+        if state.blocks.snapshots is None
+        else _build_saves(state, state.blocks.snapshots, prefill, chunks, len(decode))
+    )
     copies: list[tuple[int, int, int]] = []
     for sequence in opened:
         source_slot, num_copied = _find_table_to_copy(state, sequence)
@@ -80,7 +88,7 @@ def start_step(
         prompt_ids=np.concatenate(prompt_ids) if prompt_ids else np.empty(0, np.int32),
         changes=SlotChanges(
             closed=np.array(state.slots.closed, np.int32),
-            opened=_build_opens(state, opened),
+            opened=opens,
             block_slots=np.concatenate(block_slots),
             block_ids=np.concatenate(block_ids),
             copies=TableCopies(*np.array(copies, np.int32).T) if copies else None,
@@ -91,6 +99,7 @@ def start_step(
         prompt_logprobs=build_prompt_logprobs_input(logprob_chunks),
         masks=_build_masks(state, sampled) if state.slots.num_with_masks else None,
         microbatch=microbatch,
+        saves=saves,
     )
     num_kv_tokens = state.slots.num_kv_tokens[message.slots]
     state.steps_in_flight.append(
@@ -309,7 +318,8 @@ def _build_logprob_chunks(
             slot, num_top = sequence.slot, sequence.request.num_top_prompt_logprobs
             start = int(slots.num_kv_tokens[slot])
             table, token_ids = slots.block_tables[slot], sequence.prompt.token_ids
-            part, repeats = (start, start + num_tokens), state.blocks.windows is not None
+            part = start, start + num_tokens
+            repeats = state.blocks.windows is not None or state.blocks.snapshots is not None
             logprob_chunks.append(store.send_chunk(row, token_ids, table, *part, num_top, may_repeat=repeats))
     return [chunk for chunk in logprob_chunks if len(chunk.kv_indices)]
 
@@ -377,6 +387,9 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
     num_top = np.array([sequence.request.num_top_logprobs for sequence in sequences], np.int32)
     logprobs_as_sampled = np.array([sequence.request.logprobs_mode == "sampled" for sequence in sequences], np.bool_)
     first_positions, first_writes = state.slots.first_positions[slots], state.slots.first_writes[slots]
+    snapshots = None
+    if (kept := state.blocks.snapshots) is not None:
+        snapshots = np.array([kept.number(sequence.snapshot_block) for sequence in sequences], np.int32)
     return SlotOpens(
         slots=slots,
         num_prompt_tokens=state.slots.num_prefill_tokens[slots].astype(np.int32),
@@ -391,7 +404,27 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
         want_experts=state.slots.want_experts[slots] if state.slots.want_experts[slots].any() else None,
         first_writes=first_writes.astype(np.int32) if (first_writes != first_positions).any() else None,
         adapters=state.slots.adapters[slots] if state.slots.adapters[slots].any() else None,
+        snapshots=snapshots if snapshots is not None and snapshots.any() else None,
     )
+
+
+def _build_saves(
+    state: EngineState, snapshots: Snapshots, prefill: list[Sequence], chunks: list[int], num_decode: int
+) -> StateSaves | None:
+    """What the step being built keeps of the states of its prompts, which it has advanced; None if nothing. And let go
+    of what the sequences start from that it opens: later steps may write there."""
+    saves: list[tuple[int, int, int]] = []
+    for row, (sequence, num_tokens) in enumerate(zip(prefill, chunks, strict=True), num_decode):
+        if sequence.snapshot_block:
+            snapshots.drop(sequence.snapshot_block)
+            sequence.snapshot_block = 0
+        end = int(state.slots.num_kv_tokens[sequence.slot])
+        while sequence.saves and sequence.saves[0][0] <= end:
+            position, block = sequence.saves.pop(0)
+            saves.append((row, position - (end - num_tokens), snapshots.save(block)))
+    if not saves:
+        return None
+    return StateSaves(*np.array(saves, np.int32).T)
 
 
 def _build_logit_rules(sequences: Iterable[Sequence], eos_ids: frozenset[int]) -> LogitRules | None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tokasaurus.manager.engine.microbatches import choose_microbatch
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.kv_cache.prompt_logprobs import first_position
+from tokasaurus.manager.kv_cache.snapshots import Snapshots
 from tokasaurus.manager.kv_cache.window_blocks import WindowSets
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Phase, Samples, Sequence, make_prompt
@@ -59,6 +60,8 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
         slots.first_held[sequence.slot] = first = blocks.windows.first_held(start)
         blocks.windows.hold(table[first:])
         _promise_windows(state, sequence)
+    if blocks.snapshots is not None:
+        _promise_snapshots(state, sequence, blocks.snapshots)
     sequence.phase = Phase.PREFILL
     if not sequence.admitted_s:
         sequence.admitted_s = time.monotonic()
@@ -69,17 +72,17 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
 def _start(state: EngineState, sequence: Sequence, cached: NDArray[np.int32]) -> tuple[int, int]:
     """First position that the prefill computes, given that the KV of its first blocks, `cached`, will be there: after
     these or, for its logits, at the last token; if prompt logprobs are wanted, the first position whose logits are
-    needed; before these where layers with windows lack what they see. And the first position that it writes."""
+    needed; before these where layers with windows lack what they see, or where no states are known. And the first
+    position that it writes."""
     page_size = state.options.limits.page_size
     start, first_write = min(len(cached) * page_size, len(sequence.prompt) - 1), len(cached) * page_size
     if sequence.needs_prompt_logprobs:
         assert state.blocks.prompt_logprobs is not None
         num_top = sequence.request.num_top_prompt_logprobs
         start = first_position(state.blocks.prompt_logprobs.num_leading_blocks(cached, num_top), page_size)
-    windows = state.blocks.windows
+    windows, possible = state.blocks.windows, state.blocks.start(cached, start)
     if windows is None:
-        return start, first_write
-    possible = windows.start(cached, start)
+        return possible, first_write
     if possible < start:
         windows.want_end(cached[: start // page_size])
     # The layers that see all tokens then store again what they had stored there.
@@ -95,6 +98,29 @@ def _promise_windows(state: EngineState, sequence: Sequence) -> None:
     rest = table[int(slots.num_kv_tokens[sequence.slot]) // page_size :]
     windows.is_promised[rest[~windows.is_whole[rest]]] = True
     windows.want_end(table[: len(sequence.prompt) // page_size])
+
+
+def _promise_snapshots(state: EngineState, sequence: Sequence, snapshots: Snapshots) -> None:
+    """Hold the snapshot that a sequence which is new to the worker starts from, and promise those that it will save."""
+    slots, slot, page_size = state.slots, sequence.slot, state.options.limits.page_size
+    table, start = slots.block_tables[slot], int(slots.num_kv_tokens[slot])
+    if start:
+        sequence.snapshot_block = int(table[start // page_size - 1])
+        snapshots.hold(sequence.snapshot_block)
+    for position in snapshots.wanted(start, int(slots.first_writes[slot]), len(sequence.prompt)):
+        block = int(table[position // page_size - 1])
+        if position <= sequence.num_tree_blocks * page_size and snapshots.promise(block):
+            sequence.saves.append((position, block))
+    sequence.saves.sort()
+
+
+def _drop_snapshots(sequence: Sequence, snapshots: Snapshots) -> None:
+    """A sequence will not start from what it holds, nor save what it has promised."""
+    if sequence.snapshot_block:
+        snapshots.drop(sequence.snapshot_block)
+    for _, block in sequence.saves:
+        snapshots.break_promise(block)
+    sequence.snapshot_block, sequence.saves = 0, []
 
 
 def _reserve_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
@@ -256,6 +282,8 @@ def _free_slot_and_blocks(state: EngineState, sequence: Sequence, keep_kv: bool 
         _count_leaving(state, sequence)
     if state.blocks.windows is not None:
         _drop_windows(state, sequence, state.blocks.windows, keep_kv)
+    if state.blocks.snapshots is not None:
+        _drop_snapshots(sequence, state.blocks.snapshots)
     if sequence.phase is Phase.PREFILL:
         del state.queues.prefilling[sequence]
     if sequence.phase is Phase.PREFILL or not keep_kv:
@@ -333,9 +361,13 @@ def find_starts(state: EngineState) -> None:
     slots = state.slots
     if state.blocks.prompt_logprobs is not None:
         state.blocks.prompt_logprobs.drop_reservations()
-    windows = state.blocks.windows
+    windows, snapshots = state.blocks.windows, state.blocks.snapshots
     if windows is not None:
         windows.is_promised[:] = False
+    if snapshots is not None:
+        for sequence in state.queues.prefilling:
+            if not sequence.is_open:
+                _drop_snapshots(sequence, snapshots)
     will_be_computed = state.blocks.is_computed.copy()
     for sequence in state.queues.prefilling:
         table = slots.block_tables[sequence.slot, : sequence.num_tree_blocks]
@@ -349,6 +381,8 @@ def find_starts(state: EngineState) -> None:
                 windows.hold(table[first:held])
                 state.blocks.drop_windows(table[held:first].copy())
                 slots.first_held[sequence.slot] = first
+            if snapshots is not None:
+                _promise_snapshots(state, sequence, snapshots)
         if windows is not None:
             _promise_windows(state, sequence)
         _reserve_prompt_logprobs(state, sequence)

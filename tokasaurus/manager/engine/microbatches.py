@@ -120,10 +120,11 @@ def prefilling_of(state: EngineState, microbatch: int) -> Iterator[Sequence]:
 
     The step must compute each prompt to its end before it takes the next one. A prompt may start after blocks that an
     earlier prompt computes, or rely on prompt logprobs for them. It waits until these blocks are computed by a step
-    that was sent, or by this one. If it wants prompt logprobs, it also waits for all earlier prompts that want some and
-    have the same first block, without which they share none.
+    that was sent, or by this one; states that it starts from, by a step that was sent. If it wants prompt logprobs, it
+    also waits for all earlier prompts that want some and have the same first block, without which they share none.
     """
-    if state.options.num_microbatches == 1:
+    snapshots = state.blocks.snapshots
+    if state.options.num_microbatches == 1 and snapshots is None:
         yield from state.queues.prefilling
         return
     slots, page_size, is_computed = state.slots, state.options.limits.page_size, state.blocks.is_computed
@@ -136,6 +137,8 @@ def prefilling_of(state: EngineState, microbatch: int) -> Iterator[Sequence]:
         if may_start and not sequence.is_open:
             cached = slots.block_tables[slot, : int(slots.first_writes[slot]) // page_size]
             may_start = in_this_step.issuperset(cached[~is_computed[cached]].tolist())
+            if snapshots is not None and sequence.snapshot_block:
+                may_start &= bool(snapshots.is_saved[sequence.snapshot_block])
             if sequence.needs_prompt_logprobs and len(cached):
                 may_start &= int(cached[0]) not in first_blocks_left
         if not may_start:

@@ -5,9 +5,13 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixTree
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobStore
+from tokasaurus.manager.kv_cache.snapshots import Snapshots
 from tokasaurus.manager.kv_cache.window_blocks import WindowSets
 from tokasaurus.messages.forward import RoutedExperts
 from tokasaurus.messages.status import WindowGroups
+
+SNAPSHOT_INTERVAL = 4096
+"""Tokens between snapshots of a long prompt's states."""
 
 
 class BlockAllocator:
@@ -17,7 +21,9 @@ class BlockAllocator:
     and never allocated.
     """
 
-    def __init__(self, num_blocks: int, page_size: int, windows: WindowGroups | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, page_size: int, windows: WindowGroups | None = None, num_snapshots: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.tree = PrefixTree(page_size)
@@ -35,6 +41,10 @@ class BlockAllocator:
         """[num_blocks + 1], the first step that could use each block since it was allocated last."""
         self.windows = None if windows is None else WindowSets(windows, num_blocks, page_size)
         """Of layers with windows; None: they keep all tokens, as the other layers do."""
+        self.snapshots = None
+        """Of layers with states; None: there are no such layers."""
+        if num_snapshots:
+            self.snapshots = Snapshots(num_snapshots, num_blocks, page_size, SNAPSHOT_INTERVAL)
         self.prompt_logprobs: PromptLogprobStore | None = None
         """Prompt logprobs; None until a request asks for them."""
         self._free = np.arange(num_blocks, 0, -1, dtype=np.int32)  # a stack: its first num_free entries are free
@@ -73,7 +83,10 @@ class BlockAllocator:
             is_free[block] = 0
         self.num_free = num_kept
         if len(allocated) < num_blocks:
-            allocated = np.concatenate([allocated, self.tree.evict(num_blocks - len(allocated))])
+            evicted = self.tree.evict(num_blocks - len(allocated))
+            if self.snapshots is not None:
+                self.snapshots.forget(evicted)
+            allocated = np.concatenate([allocated, evicted])
         self.is_computed[allocated] = False
         self.allocated_in[allocated] = step_id
         if self.prompt_logprobs is not None:
@@ -93,6 +106,8 @@ class BlockAllocator:
             self._evict_oldest(self.windows, num_blocks)
             return
         evicted = self.tree.evict(num_missing)
+        if self.snapshots is not None:
+            self.snapshots.forget(evicted)
         # Below the free blocks, which are allocated first.
         self._free[num_missing:num_blocks] = self._free[: self.num_free].copy()
         self._free[:num_missing] = evicted[::-1]
@@ -126,6 +141,18 @@ class BlockAllocator:
         if len(blocks):
             self.windows.add(blocks, self.allocate(len(blocks) * self.windows.groups.num_groups, step_id))
 
+    def start(self, cached: NDArray[np.int32], start: int) -> int:
+        """The last position, at most `start`, from which a prompt can be computed: what its layers with windows see and
+        their states are there, or will be. cached: its first blocks, at least start // page_size of them."""
+        possible = -1
+        while possible != start:
+            possible = start
+            if self.windows is not None:
+                start = self.windows.start(cached, start)
+            if self.snapshots is not None:
+                start = self.snapshots.start(cached, start)
+        return start
+
     def keep_prompt_logprobs(self, num_top: int) -> None:
         """Prepare to store prompt logprobs, with `num_top` top-k logprobs per token."""
         if self.prompt_logprobs is None:
@@ -144,6 +171,8 @@ class BlockAllocator:
         self._push(blocks)
         if self.windows is not None:
             self._push(self.windows.forget(blocks))
+        if self.snapshots is not None:
+            self.snapshots.forget(blocks)
 
     def _push(self, blocks: NDArray[np.int32]) -> None:
         is_free = self._is_free

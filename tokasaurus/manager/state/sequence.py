@@ -113,6 +113,10 @@ class Sequence:
     """Deepest prefix tree node that it uses; None while waiting."""
     num_tree_blocks: int = 0
     """Leading blocks of its block table that belong to the prefix tree; the sequence owns the others."""
+    snapshot_block: int = 0
+    """The block whose snapshot its states start from; 0: they start from zeros, or have started."""
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    """Snapshots that it has promised: after how many tokens, ascending, and of which block."""
     num_cached_tokens: int | None = None
     """Prompt tokens read from the cache when it first started; None before."""
     num_kv_tokens_before: int = 0
