@@ -208,6 +208,15 @@ def test_a_classifier_and_a_reward_model(tmp_path: Path) -> None:
         assert is_close([each["probs"] for each in plain], logits)
         assert error_of(toka, "/v1/score", text_1="a", text_2="b")["code"] == "wrong_task"
     with running_toka(f"model={tmp_path}", "task=reward", *FLAGS) as toka:
+        # as verl asks vLLM, in two versions, and SGLang; and OpenRLHF its own server
+        for body in ({"activation": False}, {"use_activation": False, "add_special_tokens": False}):
+            answer = post(toka, "/classify", model=str(tmp_path), input=TEXTS[0], **body)
+            assert is_close(answer["data"][-1]["probs"][-1], logits[0, -1])
+        answer = post(toka, "/v1/embeddings", model=str(tmp_path), input=TEXTS[0])
+        assert is_close(answer["data"][-1]["embedding"][-1], logits[0, -1])
+        answer = post(toka, "/get_reward", query=TEXTS, prompts=TEXTS, labels=["a"] * len(TEXTS))
+        assert answer.keys() == {"rewards"}
+        assert is_close(answer["rewards"], logits[:, -1])
         assert is_close([each["data"] for each in post(toka, "/pooling", input=TEXTS)["data"]], logits)
 
 

@@ -22,7 +22,7 @@ INTRODUCTION = """\
 # Routes and objects
 
 `make reference` makes this page from the server's routes, as `GET /openapi.json` describes them; a test compares the
-two. [The HTTP API](api.md) says what the fields mean together, what their limits are, and when each error is answered.
+two. [The HTTP API](api.md) says what the fields mean together.
 
 A field is `name`: type = default; meaning. In a body, a field with a question mark may be left out or null, which means
 the default, or else null. In an answer, such a field is left out only if it has no default. "any" is any JSON value.

@@ -55,6 +55,7 @@ OPERATIONS = [
     ("GET", "/version"),
     ("POST", "/classify"),
     ("POST", "/detokenize"),
+    ("POST", "/get_reward"),
     ("POST", "/pooling"),
     ("POST", "/tokenize"),
     ("POST", "/v1/batches"),

@@ -52,6 +52,7 @@ POOLING_ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
     "/v1/score": pairs.SCORE,
     "/classify": vectors.CLASSIFY,
     "/pooling": vectors.POOLING,
+    "/get_reward": vectors.REWARDS,
 }
 """Those of models that make something else of a text: see the flag task."""
 

@@ -1,6 +1,7 @@
-"""/v1/embeddings, /pooling and /classify: texts → vectors, a head's outputs, or the probabilities of classes.
+"""/v1/embeddings, /pooling, /classify and /get_reward: texts → vectors, a head's outputs, or the probabilities of
+classes.
 
-The shapes are OpenAI's and vLLM's."""
+The shapes are OpenAI's, vLLM's and, of the last, OpenRLHF's."""
 
 import base64
 import time
@@ -98,16 +99,38 @@ class EmbeddingRequest(InputFields):
     prompt_name: str | None = None
 
 
-class PoolingRequest(EmbeddingRequest):
-    """use_activation (vLLM's): false leaves sigmoid or softmax of a score head out."""
+class ActivationFields(StrictObject):
+    """use_activation, in its older versions activation (vLLM's): false leaves sigmoid or softmax of a score head
+    out."""
 
     use_activation: bool | None = None
+    activation: bool | None = None
+
+    @property
+    def activates(self) -> bool:
+        return self.use_activation is not False and self.activation is not False
 
 
-class ClassifyRequest(InputFields):
-    """use_activation (vLLM's): false leaves sigmoid or softmax out."""
+class PoolingRequest(ActivationFields, EmbeddingRequest):
+    pass
 
-    use_activation: bool | None = None
+
+class ClassifyRequest(ActivationFields, InputFields):
+    pass
+
+
+class RewardRequest(TextFields):
+    """query: texts, each a whole conversation.
+
+    Accepted without effect: prompts, labels."""
+
+    query: Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    prompts: Any = None
+    labels: Any = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.query)
 
 
 # Answers
@@ -165,6 +188,13 @@ class ClassifiedList:
     data: list[Classified]
     usage: Usage
     object: Literal["list"] = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """rewards: the last output of the score head for each text, without activation."""
+
+    rewards: list[float]
 
 
 # Preparation
@@ -280,16 +310,21 @@ def _draft_input(body: EmbeddingRequest, model: ServedModel, limits: EngineLimit
         raise InvalidRequest(f"dimensions may be at most {size}, the model's, not {body.dimensions}", "dimensions")
     texts = [prompt + text if isinstance(text, str) else text for text in body.input]
     ids = tokenize_texts(texts, body, model, limits, "input")
-    repeated = {"base64": body.encoding_format == "base64", "dimensions": body.dimensions, "activation": None}
+    repeated = {"base64": body.encoding_format == "base64", "dimensions": body.dimensions, "activates": True}
     if isinstance(body, PoolingRequest):
-        repeated["activation"] = body.use_activation
+        repeated["activates"] = body.activates
         return draft_texts(ids, body, model, origin, "pool-", repeated)
     return draft_texts(ids, body, model, origin, "embd-", repeated)
 
 
 def _draft_classes(body: ClassifyRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
     ids = tokenize_texts(body.input, body, model, limits, "input")
-    return draft_texts(ids, body, model, origin, "classify-", {"activation": body.use_activation})
+    return draft_texts(ids, body, model, origin, "classify-", {"activates": body.activates})
+
+
+def _draft_rewards(body: RewardRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
+    ids = tokenize_texts(body.query, body, model, limits, "query")
+    return draft_texts(ids, body, model, origin, "reward-", {})
 
 
 # From results to answers
@@ -318,10 +353,10 @@ def activated(outputs: NDArray[np.float32], activation: Activation) -> NDArray[n
     return numbers.astype(np.float32)
 
 
-def outputs_of(sequence: FinishedSequence, pooling: PoolingInfo, use_activation: bool | None) -> NDArray[np.float32]:
+def outputs_of(sequence: FinishedSequence, pooling: PoolingInfo, activates: bool) -> NDArray[np.float32]:
     """[L], of a model with a score head."""
     assert sequence.vector is not None, "a model that pools gives each prompt one"
-    return sequence.vector if use_activation is False else activated(sequence.vector, pooling.activation)
+    return activated(sequence.vector, pooling.activation) if activates else sequence.vector
 
 
 def _number_list(vector: NDArray[np.float32]) -> orjson.Fragment:
@@ -336,7 +371,7 @@ def _vectors(prepared: Prepared, rows: Sequence[Sequence[FinishedSequence]], mod
         if pooling.task == "embed":
             vector = vector_of(sequence, pooling, asked["dimensions"])
         else:
-            vector = outputs_of(sequence, pooling, asked["activation"])
+            vector = outputs_of(sequence, pooling, asked["activates"])
         packed = base64.b64encode(vector.astype("<f4").tobytes()).decode() if asked["base64"] else _number_list(vector)
         found.append(packed)
     return found
@@ -363,11 +398,16 @@ def _build_classes(prepared: Prepared, rows: Sequence[Sequence[FinishedSequence]
     usage, name, pooling = build_usage(prepared, rows), prepared.adapter_name or model.name, pooling_of(model)
     data = []
     for index, (sequence,) in enumerate(rows):
-        outputs = outputs_of(sequence, pooling, prepared.repeated["activation"])
+        outputs = outputs_of(sequence, pooling, prepared.repeated["activates"])
         label, probs = pooling.labels[int(outputs.argmax())], _number_list(outputs)
         data.append({"index": index, "label": label, "probs": probs, "num_classes": len(outputs)})
     fields = {"id": prepared.response_id, "object": "list", "created": int(time.time()), "model": name}
     return written({**fields, "data": data, "usage": usage}, usage)
+
+
+def _build_rewards(prepared: Prepared, rows: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> Answer:
+    outputs = [outputs_of(sequence, pooling_of(model), activates=False) for (sequence,) in rows]
+    return written(Rewards([float(each[-1]) for each in outputs]), build_usage(prepared, rows))
 
 
 EMBEDDINGS = RoutedEndpoint(
@@ -377,11 +417,11 @@ EMBEDDINGS = RoutedEndpoint(
     stream=None,
     renders_template=False,
     name="create_embeddings",
-    description="A vector of each text.",
+    description="A vector of each text; of a reward model, what its head gives.",
     operation="embeddings",
     answer_model=EmbeddingList,
     example={"input": ["What do whales eat?", "Krill."]},
-    tasks=frozenset(("embed",)),
+    tasks=frozenset(("embed", "reward")),
 )
 POOLING = RoutedEndpoint(
     body_model=PoolingRequest,
@@ -407,5 +447,18 @@ CLASSIFY = RoutedEndpoint(
     operation="embeddings",
     answer_model=ClassifiedList,
     example={"input": ["What a nice whale!"]},
+    tasks=_HEAD_TASKS,
+)
+REWARDS = RoutedEndpoint(
+    body_model=RewardRequest,
+    draft=_draft_rewards,
+    build=_build_rewards,
+    stream=None,
+    renders_template=False,
+    name="get_reward",
+    description="The reward of each text, as OpenRLHF asks a remote reward model.",
+    operation="embeddings",
+    answer_model=Rewards,
+    example={"query": ["What do whales eat? Krill."]},
     tasks=_HEAD_TASKS,
 )

@@ -13,7 +13,7 @@ BatchStatus = Literal[
 ]
 LINE_URLS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
-    *("/v1/embeddings", "/v1/rerank", "/v1/score", "/classify", "/pooling"),
+    *("/v1/embeddings", "/v1/rerank", "/v1/score", "/classify", "/pooling", "/get_reward"),
 )
 """Paths of ALL_ENDPOINTS, for `toka batch`: importing them takes half a second."""
 MAX_WINDOW_SECONDS = 30 * 86_400
