@@ -119,7 +119,7 @@ def test_metadata_and_the_time_of_output_files(server: LiveServer, input_file_id
         *[({name: None}, name) for name in ("input_file_id", "endpoint", "completion_window")],
         *[({"completion_window": window}, "completion_window") for window in ("0h", "24", "31d", "1w", "-1h", "1.5h")],
         *[({"completion_window": window}, "completion_window") for window in ("24h ", "٣h", "9" * 5000 + "h", 24, "")],
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"endpoint": "/v1/bulk"}, "endpoint"),
         ({"input_file_id": 1}, "input_file_id"),
         ({"surprise": 1}, "surprise"),

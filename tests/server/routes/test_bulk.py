@@ -97,7 +97,7 @@ BAD_LINES: list[tuple[bytes, object, str | None]] = [
     (line_of("", GOOD), "", "custom_id"),
     (line_of("i" * 513, GOOD), "i" * 512, "custom_id"),
     (line_of("first", GOOD), "first", "custom_id"),  # a repeated custom_id
-    (line_of("x", GOOD, "/v1/embeddings"), "x", "url"),
+    (line_of("x", GOOD, "/v1/moderations"), "x", "url"),
     (line_of("x", GOOD, None), "x", "url"),
     (line_of("x", GOOD, method="GET"), "x", "method"),
     (line_of("x", GOOD, colour="red"), "x", "colour"),
@@ -170,7 +170,7 @@ def test_internal_error_affects_only_its_own_line(shared_server: LiveServer, mon
     def broken(*_: object) -> object:
         raise KeyError("a secret prompt")
 
-    monkeypatch.setitem(line_runner.ENDPOINTS, CHAT, replace(line_runner.ENDPOINTS[CHAT], build=broken))
+    monkeypatch.setitem(line_runner.ALL_ENDPOINTS, CHAT, replace(line_runner.ALL_ENDPOINTS[CHAT], build=broken))
     results = ask(shared_server, line_of("broken", minimal_body(CHAT), CHAT) + line_of("whole", GOOD))
     assert {result["custom_id"]: result["response"]["status_code"] for result in results} == {
         "broken": 500,
