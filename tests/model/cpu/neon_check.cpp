@@ -15,6 +15,7 @@
 #include "gemm/forward.h"
 #include "sampling/sampling.h"
 #include "simd/element_type.h"
+#include "states/states.h"
 
 using std::vector;
 
@@ -41,6 +42,8 @@ void toka_merge(int64_t output_type, const float* first, const float* first_lse,
                 const float* second_lse, void* output, int64_t count, int64_t head_dim);
 void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
                      const float* cos_sin, int64_t num_tables, const int32_t* row_adapters, void* hidden);
+void toka_run_states(const StateLayer* layer, const StateSegments* segments, float* memory, int64_t activation_type,
+                     const void* features, int64_t num_rows, void* out);
 }
 
 namespace {
@@ -677,6 +680,107 @@ void check_sampling() {
   compare(name + ", logprobs", logprobs, expected_logprobs, 1e-6);
 }
 
+double silu(double x) { return x / (1 + std::exp(-x)); }
+
+// A layer with a state: a decode row from row 1 to row 1, and a prompt of 5 tokens from zeros, whose state after 3 of
+// them goes to row 3, and at the end to row 2.
+template <typename Element>
+void check_states(StateKind kind) {
+  constexpr int64_t kHeads = 4, kKeys = 2, kKeyDim = 6, kSize = 3, kTokens = 6, kRows = 4;
+  const int64_t value_dim = kLanes + 3, inner = kHeads * value_dim, keys = kKeys * kKeyDim;
+  const bool is_conv = kind == kShortConv, is_delta = kind == kGatedDelta;
+  const int64_t channels = is_conv ? inner : inner + 2 * keys;
+  const int64_t num_features = is_conv    ? 3 * inner
+                               : is_delta ? channels + inner + 2 * kHeads
+                                          : inner + channels + kHeads;
+  const int64_t num_recurrent = is_conv ? 0 : kHeads * kKeyDim * value_dim;
+  const int64_t row_size = num_recurrent + (kSize - 1) * channels;
+  const vector<double> conv = random_values(kSize * channels), bias = random_values(channels);
+  const vector<double> step_bias = random_values(kHeads), skip = random_values(kHeads), norm = random_values(inner);
+  vector<double> rates = random_values(kHeads), memory = random_values(kRows * row_size);
+  for (double& rate : rates) rate = std::abs(rate);
+  const vector<double> features = random_values(kTokens * num_features);
+  const auto stored = as<Element>(features);
+  const auto own_conv = as<float>(conv), own_bias = as<float>(bias), own_step = as<float>(step_bias);
+  const auto own_skip = as<float>(skip), own_norm = as<float>(norm), own_rates = as<float>(rates);
+  StateLayer layer{};
+  layer.kind = kind, layer.num_channels = channels, layer.conv_size = kSize, layer.row_size = row_size;
+  layer.conv = own_conv.data(), layer.conv_bias = own_bias.data(), layer.eps = 0.5;
+  for (float& scale : layer.scales) scale = 1;
+  if (!is_conv) {
+    layer.num_heads = kHeads, layer.num_keys = kKeys, layer.key_dim = kKeyDim, layer.value_dim = value_dim;
+    layer.rates = own_rates.data(), layer.step_bias = own_step.data(), layer.norm = own_norm.data();
+    layer.skip = is_delta ? nullptr : own_skip.data();
+  }
+  const int32_t starts[] = {0, 1, 4}, counts[] = {1, 3, 2}, sources[] = {1, -1, 3}, targets[] = {1, 3, 2};
+  const int32_t chains[] = {0, 1, 3};
+  const StateSegments segments{2, starts, counts, sources, targets, chains};
+  auto own_memory = as<float>(memory);
+  vector<Element> out(kTokens * inner);
+  toka_run_states(&layer, &segments, own_memory.data(), kElementType<Element>, stored.data(), kTokens, out.data());
+
+  vector<double> expected(kTokens * inner);
+  for (int segment = 0; segment < 3; ++segment) {
+    vector<double> state(row_size);
+    if (sources[segment] >= 0) std::copy_n(memory.begin() + sources[segment] * row_size, row_size, state.begin());
+    for (int64_t token = starts[segment]; token < starts[segment] + counts[segment]; ++token) {
+      const double* own = features.data() + token * num_features;
+      double *tail = state.data() + num_recurrent, *to = expected.data() + token * inner;
+      vector<double> passed(channels);
+      for (int64_t c = 0; c < channels; ++c) {
+        const double x = is_conv ? own[c] * own[2 * channels + c] : own[(is_delta ? 0 : inner) + c];
+        double total = bias[c] + conv[(kSize - 1) * channels + c] * x;
+        for (int64_t tap = 0; tap + 1 < kSize; ++tap) total += conv[tap * channels + c] * tail[tap * channels + c];
+        for (int64_t tap = 0; tap + 2 < kSize; ++tap) tail[tap * channels + c] = tail[(tap + 1) * channels + c];
+        tail[(kSize - 2) * channels + c] = x;
+        passed[c] = is_conv ? own[channels + c] * total : silu(total);
+      }
+      if (is_conv) {
+        std::copy_n(passed.begin(), inner, to);
+        continue;
+      }
+      const double* gates = own + (is_delta ? channels : 0);
+      const double* steps = own + num_features - kHeads;
+      for (int64_t head = 0; head < kHeads; ++head) {
+        const int64_t index = head / (kHeads / kKeys);
+        double* query = passed.data() + (is_delta ? 0 : inner + keys) + index * kKeyDim;
+        double* key = passed.data() + (is_delta ? keys : inner) + index * kKeyDim;
+        const double* value = passed.data() + (is_delta ? 2 * keys : 0) + head * value_dim;
+        double key_square = 1e-6, query_square = 1e-6;
+        for (int64_t k = 0; k < kKeyDim; ++k) key_square += key[k] * key[k], query_square += query[k] * query[k];
+        const double key_scale = is_delta ? 1 / std::sqrt(key_square) : 1;
+        const double query_scale = is_delta ? 1 / std::sqrt(query_square * kKeyDim) : 1;
+        const double step = std::log1p(std::exp(steps[head] + step_bias[head])), decay = std::exp(-rates[head] * step);
+        const double rate = is_delta ? 1 / (1 + std::exp(-own[num_features - 2 * kHeads + head])) : step;
+        for (int64_t v = 0; v < value_dim; ++v) {
+          double* column = state.data() + head * kKeyDim * value_dim + v;
+          double known = 0, output = is_delta ? 0 : skip[head] * value[v];
+          for (int64_t k = 0; k < kKeyDim; ++k) known += column[k * value_dim] * decay * key[k] * key_scale;
+          const double learned = (is_delta ? value[v] - known : value[v]) * rate;
+          for (int64_t k = 0; k < kKeyDim; ++k) {
+            column[k * value_dim] = column[k * value_dim] * decay + key[k] * key_scale * learned;
+            output += column[k * value_dim] * query[k] * query_scale;
+          }
+          to[head * value_dim + v] = output * (is_delta ? 1 : silu(gates[head * value_dim + v]));
+        }
+      }
+      const int64_t size = is_delta ? value_dim : inner / kKeys;
+      for (int64_t first = 0; first < inner; first += size) {
+        double square = 0;
+        for (int64_t i = 0; i < size; ++i) square += to[first + i] * to[first + i];
+        for (int64_t i = 0; i < size; ++i) {
+          to[first + i] *= norm[is_delta ? i : first + i] / std::sqrt(square / size + 0.5);
+          if (is_delta) to[first + i] *= silu(gates[first + i]);
+        }
+      }
+    }
+    std::copy(state.begin(), state.end(), memory.begin() + targets[segment] * row_size);
+  }
+  const std::string name = "states " + std::to_string(kind) + ", " + kNames[kElementType<Element>];
+  compare(name, out, expected, std::is_same_v<Element, float> ? 1e-5 : 1e-2);
+  compare(name + " (memory)", own_memory, memory, 1e-5);
+}
+
 }  // namespace
 
 int main() {
@@ -708,5 +812,9 @@ int main() {
   check_sampling<bfloat16>();
   check_adapters<float>();
   check_adapters<bfloat16>();
+  for (const StateKind kind : {kGatedDelta, kShortConv, kMamba2}) {
+    check_states<float>(kind);
+    check_states<bfloat16>(kind);
+  }
   return has_failed;
 }

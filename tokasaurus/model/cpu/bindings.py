@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokasaurus.checkpoint.spec import Activation, RouterScores
+from tokasaurus.checkpoint.spec import Activation, GatedDeltaSpec, Mamba2Spec, RouterScores, ShortConvSpec, StateSpec
 from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
@@ -221,6 +221,33 @@ class DecodeStepStruct(ctypes.Structure):
     )
 
 
+STATE_KINDS: dict[type[StateSpec], int] = {GatedDeltaSpec: 0, ShortConvSpec: 1, Mamba2Spec: 2}
+"""Codes of StateKind in states.h."""
+
+
+class StateLayerStruct(ctypes.Structure):
+    """The struct StateLayer of states.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("kind", "num_heads", "num_keys", "key_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("num_channels", "conv_size")),
+        *((name, ctypes.c_void_p) for name in ("conv", "conv_bias", "rates", "step_bias", "skip", "norm")),
+        *((name, ctypes.c_double) for name in ("eps", "min_step")),
+        ("norm_before_gate", ctypes.c_int64),
+        ("scales", ctypes.c_float * 5),
+        ("row_size", ctypes.c_int64),
+    )
+
+
+class StateSegmentsStruct(ctypes.Structure):
+    """The struct StateSegments of states.h."""
+
+    _fields_ = (
+        ("num_chains", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("starts", "num_tokens", "sources", "targets", "chains")),
+    )
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Norm": NormStruct,
     "PackedWeights": PackedWeightsStruct,
@@ -235,6 +262,8 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "TokenMasks": TokenMasksStruct,
     "TopLogprobs": TopLogprobsStruct,
     "DecodeStep": DecodeStepStruct,
+    "StateLayer": StateLayerStruct,
+    "StateSegments": StateSegmentsStruct,
 }
 """Every struct, by its name in C++."""
 

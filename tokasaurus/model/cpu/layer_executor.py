@@ -20,6 +20,7 @@ from tokasaurus.model.cpu.bindings import (
     PackedWeightsStruct,
     give_back,
 )
+from tokasaurus.model.cpu.states import StateKernels
 
 _PART_BYTES = 1 << 20
 """Bytes of quantised blocks that are dequantised at a time."""
@@ -58,6 +59,7 @@ class LayerKernels:
         self.embed.argtypes = [pointer, pointer, integer, pointer]
         self.run_layers = library.toka_run_layers
         self.run_layers.argtypes = [pointer, integer, pointer, integer, pointer, integer, pointer, pointer]
+        self.states = StateKernels(library)
         self.reserve_forward = library.toka_reserve_forward
         self.reserve_forward.argtypes = [pointer, integer, integer]
 

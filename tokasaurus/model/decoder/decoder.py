@@ -36,7 +36,7 @@ from tokasaurus.model.decoder.quantize import Packing
 from tokasaurus.model.decoder.row_adapters import RowAdapters
 from tokasaurus.model.decoder.score_head import ScoreHead
 from tokasaurus.model.decoder.state_rows import StateRows, mixing
-from tokasaurus.model.decoder.states import make_state_layer
+from tokasaurus.model.decoder.states import StateLayer, make_state_layer
 from tokasaurus.model.decoder.stored_tensors import as_stored
 from tokasaurus.model.decoder.weights import WeightShard, allocate_parameters
 from tokasaurus.model.parallel.collectives import sum_in_float32
@@ -363,6 +363,9 @@ class Decoder(Model):
             assert isinstance(module, VocabShard)
             if module.has_blocks:
                 module.pack(self._layer_kernels, packing=stored)
+        elif isinstance(module, StateLayer):
+            if self._layer_kernels is not None:
+                module.use_kernels(self._layer_kernels.states)
         elif isinstance(module, Linear) and not isinstance(module, VocabShard) and self._compiler is None:
             packing = stored if isinstance(module, Router) else self._packing
             module.pack(self._layer_kernels, self.gemm_choice, packing=packing)

@@ -39,6 +39,11 @@ class Segments:
     chains: NDArray[np.int32]
     """int32 [chains + 1], the first segment of each chain, and the end of the last; decode rows are chains too."""
 
+    @property
+    def arrays(self) -> tuple[NDArray[np.int32], ...]:
+        """As the kernels read them."""
+        return self.starts, self.num_tokens, self.sources, self.targets, self.chains
+
     @classmethod
     def of_prompt(cls, num_tokens: int, target: int, source: int = ZEROS) -> "Segments":
         """Of a forward of one sequence."""

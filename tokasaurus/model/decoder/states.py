@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tokasaurus.checkpoint.spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec, StateSpec
+from tokasaurus.model.cpu.states import PackedState, StateKernels
 from tokasaurus.model.decoder.layers import FusedColumnLinear, Norm, OutputShard, RowLinear
 from tokasaurus.model.decoder.state_math import Rows, convolve, recur
 from tokasaurus.model.decoder.state_rows import Segments, StateRows, mixed_by_operation
@@ -39,8 +40,8 @@ class StateLayer(nn.Module):
 
     def __init__(
         self,
+        spec: StateSpec,
         parts: Sequence[Part],
-        conv_size: int,
         width: tuple[int, tuple[int, int]],
         hidden_size: int,
         mesh: Mesh,
@@ -51,13 +52,14 @@ class StateLayer(nn.Module):
         """width: numbers that enter the last linear layer, on all ranks; this rank's (start, length). vectors: whole
         size and this rank's part of each by its name. biases: of the first linear layer, the convolution, the last."""
         super().__init__()
+        self._state = spec
         outputs = [OutputShard(f"{part.name}_proj", part.size, part.start, part.length) for part in parts]
         self.inputs = FusedColumnLinear(hidden_size, outputs, biases[0], dtype)
         self.out = RowLinear("out_proj", width[0], width[1], hidden_size, mesh, dtype, biases[2])
         self._convolved = [part for part in parts if part.is_convolved]
-        self._width, self._conv_size = width[1][1], conv_size
+        self._width, self._conv_size = width[1][1], spec.conv_size
         self.num_channels = num_channels = sum(part.length for part in self._convolved)
-        self.conv = nn.Parameter(torch.empty(num_channels * conv_size, dtype=torch.float32), requires_grad=False)
+        self.conv = nn.Parameter(torch.empty(num_channels * spec.conv_size, dtype=torch.float32), requires_grad=False)
         """[channels, tokens], in one row."""
         self.conv_bias = None
         if biases[1]:
@@ -71,6 +73,8 @@ class StateLayer(nn.Module):
         )
         self._mesh = mesh
         self._number: int | None = None
+        self._kernels: StateKernels | None = None
+        self._packed: PackedState | None = None
 
     def use(self, states: StateRows) -> None:
         """states: of the stage, in the order of whose layers this call comes."""
@@ -84,8 +88,24 @@ class StateLayer(nn.Module):
         mixed: Tensor = self.out(mixed_by_operation(features, self._number, self._width))
         return mixed
 
+    def use_kernels(self, kernels: StateKernels) -> None:
+        """From now on, the CPU kernels mix, if they compute such a layer."""
+        if PackedState.computes(self._state, self._mesh.tp_size):
+            self._kernels = kernels
+
     def mix(self, features: Tensor, memory: Tensor, segments: Segments) -> Tensor:
         """features [T, F] -> [T, W]. memory: float32 [rows, numbers], which is changed."""
+        if self._kernels is None:
+            return self.mix_by_torch(features, memory, segments)
+        if self._packed is None:  # at the first call: all weights are there by then
+            vectors = {name: vector.data for name, vector in self.vectors.items()}
+            conv, bias = self.conv.data.view(self.num_channels, -1), self.conv_bias
+            parts = self._mesh.tp_size, conv, None if bias is None else bias.data
+            self._packed = PackedState(self._kernels, self._state, *parts, vectors)
+        return self._packed.mix(features.contiguous(), memory, segments.arrays)
+
+    def mix_by_torch(self, features: Tensor, memory: Tensor, segments: Segments) -> Tensor:
+        """As mix."""
         raise NotImplementedError
 
     def _conv(self, x: Tensor, memory: Tensor, first: int, segments: Segments) -> Tensor:
@@ -118,9 +138,9 @@ class StateLayer(nn.Module):
             shards.append(WeightShard(source, (whole_size,), (part_of,), vector, write))
         return shards
 
-    @staticmethod
-    def _write(parameter: Tensor, place: slice, values: Tensor) -> None:
+    def _write(self, parameter: Tensor, place: slice, values: Tensor) -> None:
         parameter.data[place] = values.float()
+        self._packed = None
 
 
 class GatedDelta(StateLayer):
@@ -139,11 +159,10 @@ class GatedDelta(StateLayer):
         ]
         own = spec.num_value_heads, slice(first, first + self._num_heads)
         vectors = {"dt_bias": own, "A_log": own, "norm": (spec.value_dim, slice(0, spec.value_dim))}
-        super().__init__(parts, spec.conv_size, (value[0], width), hidden_size, mesh, dtype, vectors)
-        self._spec = spec
-        self._ratio = ratio
+        super().__init__(spec, parts, (value[0], width), hidden_size, mesh, dtype, vectors)
+        self._spec, self._ratio = spec, ratio
 
-    def mix(self, features: Tensor, memory: Tensor, segments: Segments) -> Tensor:
+    def mix_by_torch(self, features: Tensor, memory: Tensor, segments: Segments) -> Tensor:
         spec, heads = self._spec, self._num_heads
         width = heads * spec.value_dim
         convolved, gate, rate, step = torch.split(features.float(), [self.num_channels, width, heads, heads], dim=1)
@@ -176,9 +195,9 @@ class ShortConv(StateLayer):
         # The input of the convolution is b * x: its weights are as many as one of them has.
         parts = [Part("b", *share), Part("c", *share), Part("x", *share, True)]
         biases = (spec.has_bias,) * 3
-        super().__init__(parts, spec.conv_size, (spec.width, (start, length)), hidden_size, mesh, dtype, {}, biases)
+        super().__init__(spec, parts, (spec.width, (start, length)), hidden_size, mesh, dtype, {}, biases)
 
-    def mix(self, features: Tensor, memory: Tensor, segments: Segments) -> Tensor:
+    def mix_by_torch(self, features: Tensor, memory: Tensor, segments: Segments) -> Tensor:
         before, after, x = features.float().chunk(3, dim=1)
         return (after * self._conv(before * x, memory, 0, segments)).to(features.dtype)
 
@@ -204,10 +223,10 @@ class Mamba2(StateLayer):
         if spec.has_norm:
             vectors["norm"] = inner[0], slice(width[0], sum(width))
         biases = spec.has_bias, spec.has_conv_bias, spec.has_out_bias
-        super().__init__(parts, spec.conv_size, (inner[0], width), hidden_size, mesh, dtype, vectors, biases)
+        super().__init__(spec, parts, (inner[0], width), hidden_size, mesh, dtype, vectors, biases)
         self._spec = spec
 
-    def mix(self, features: Tensor, memory: Tensor, segments: Segments) -> Tensor:
+    def mix_by_torch(self, features: Tensor, memory: Tensor, segments: Segments) -> Tensor:
         spec, heads = self._spec, self._num_heads
         width, size = heads * spec.head_dim, self._num_groups * spec.state_size
         sizes = [width, width, size, size, heads]
