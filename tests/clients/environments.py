@@ -32,6 +32,15 @@ def demo_server() -> Iterator[Served]:
 
 
 @contextmanager
+def embedding_server() -> Iterator[Served]:
+    """The demo model as one of vectors."""
+    model = with_safetensors(resolve_checkpoint(None, on_phase=print).directory)
+    with running_toka("task=embed", "dtype=float32", "kv_cache_num_tokens=40000") as toka:
+        yield Served(toka.url, model)
+        toka.stop()
+
+
+@contextmanager
 def training_server(*flags: str) -> Iterator[Served]:
     """A tiny random model in float32, which clients may replace by a trained one."""
     with TemporaryDirectory() as directory:
@@ -280,6 +289,17 @@ ENVIRONMENTS = (
         ("llama-index-llms-openai-like>=0.8.1,<0.9",),
         ("test_llama_index.py",),
         {"llama-index-llms-openai-like": "chats, completions, streams, tools, structured output"},
+    ),
+    Environment(
+        "vectors",
+        ("litellm>=1.106,<2", "cohere>=5.15,<8", "llama-index-core", "llama-index-embeddings-openai-like>=0.2,<1"),
+        ("test_vector_clients.py",),
+        {
+            "litellm": "embeddings, reranking",
+            "cohere": "reranking",
+            "llama-index-embeddings-openai-like": "embeddings, a retriever",
+        },
+        server=embedding_server,
     ),
     Environment(
         "llm",
