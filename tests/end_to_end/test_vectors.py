@@ -14,7 +14,7 @@ from openai import BadRequestError, OpenAI
 from sentence_transformers import CrossEncoder
 from transformers import AutoTokenizer
 
-from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
+from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.pooling_models import PROMPTS, TEXTS, head_outputs, save_classifier, save_embedding_model, vectors_of
 from tests.helpers.tiny_model import save_tiny_model
 
@@ -159,6 +159,24 @@ def test_lines_of_bulk_requests_have_vectors(encoder_server: tuple[TokaProcess, 
     found = {each["custom_id"]: each["response"]["body"] for each in map(json.loads, answer.text.splitlines())}
     vectors = [found[str(index)]["data"][0]["embedding"] for index in range(len(TEXTS))]
     assert is_close(vectors, vectors_of(encoder, TEXTS))
+
+
+def test_batches_have_vectors(tmp_path: Path) -> None:
+    encoder = save_embedding_model(tmp_path / "model", "llama", "mean", normalizes=True)
+    lines = [
+        json.dumps({"custom_id": str(index), "method": "POST", "url": "/v1/embeddings", "body": {"input": text}})
+        for index, text in enumerate(TEXTS)
+    ]
+    with running_toka(f"model={tmp_path / 'model'}", f"data_dir={tmp_path / 'data'}", *FLAGS) as toka:
+        client = OpenAI(base_url=f"{toka.url}/v1", api_key="none")
+        file = client.files.create(file=("lines.jsonl", "\n".join(lines).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        wait_for(lambda: client.batches.retrieve(batch.id).status == "completed", 60)
+        output = client.batches.retrieve(batch.id).output_file_id
+        assert output is not None
+        answers = [json.loads(line) for line in client.files.content(output).text.splitlines()]
+    found = {each["custom_id"]: each["response"]["body"]["data"][0]["embedding"] for each in answers}
+    assert is_close([found[str(index)] for index in range(len(TEXTS))], vectors_of(encoder, TEXTS))
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def test_rows_without_a_text_have_errors_and_others_vectors(served: tuple[Client
         ({"embed": "{text}", "columns": ["seed"]}, "embed= has none"),
         ({"embed": "{text}", "schema": {}}, "schema: is for answers"),
         ({"embed": "{other}"}, "no column 'other'"),
+        ({"embed": "{text}", "embed_dtype": "int8"}, "must be float32 or float16"),
     ],
 )
 def test_what_embed_does_not_go_with(served: tuple[Client, Any], keywords: dict[str, Any], told: str) -> None:
@@ -138,8 +139,14 @@ def test_the_command_embeds_files(
     client, encoder = served
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     words = ["map", f"input={tmp_path / 'in.jsonl'}", f"output={tmp_path / 'out'}", "embed={text}", "format=parquet"]
+    words.append("embed_dtype=float16")
     assert main([*words, f"base_url={client._client._address[0]}", "dimensions=16"]) == 0
     assert f"{len(TEXTS)} rows answered, 0 errors" in capsys.readouterr().out
     expected = vectors_of(encoder, TEXTS)[:, :16]
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    assert is_close([row["embedding"] for row in rows_of(tmp_path / "out")], expected)
+    assert (
+        str(pq.read_table(tmp_path / "out").schema.field("embedding").type) == "fixed_size_list<element: halffloat>[16]"
+    )
+    found = np.array([row["embedding"] for row in rows_of(tmp_path / "out")])
+    assert (found.astype(np.float16) == expected.astype(np.float16)).mean() > 0.99  # ties round either way
+    assert np.abs(found - expected).max() < 1e-3

@@ -69,6 +69,7 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
         "embedding",
         none_means="or prompt=",
     )
+    embed_dtype: str = flag("float32", "of the column embedding", choices=("float32", "float16"))
     dimensions: int | None = count(None, "with embed=, so many first numbers of each vector", none_means="all")
     chat: bool = flag(False, "send the prompt as the message of a user instead of text to continue")
     key: str | None = flag(
@@ -290,6 +291,7 @@ def _run(config: MapConfig, sampling: "Sampling", words: list[str]) -> "MapSumma
     fields: dict[str, Any] = {}
     if config.embed is not None:
         keywords |= {"sampling": None, "embed": given_text("embed", config.embed)}
+        keywords["embed_dtype"] = config.embed_dtype
         fields = {} if config.dimensions is None else {"dimensions": config.dimensions}
     # Now, since starting an engine may take minutes.
     check_arguments(config.input, Path(config.output).expanduser(), MapOptions(**keywords))

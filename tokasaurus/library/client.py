@@ -712,7 +712,7 @@ class Client:
         prompt: of a row: a template such as "Q: {question}", the name of a column, or a function of the row, a dict. It
         gives a text, token ids, or messages.
         embed: in place of `prompt`, by a model that makes vectors: the new column `embedding` has those of the texts,
-        in Parquet as fixed-size lists of float32, and there is no answer. `options` may be `dimensions`.
+        in Parquet as fixed-size lists of embed_dtype, float32 or float16. `options` may be `dimensions`.
         messages: the same, but a column or a function that gives a list of messages.
         chat: texts of `prompt` are sent as the message of a user, in place of being completed.
         key: a column whose values tell rows apart. None: the row's number in its file.

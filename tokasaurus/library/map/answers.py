@@ -11,6 +11,7 @@ from tokasaurus.library.results import Sample
 if TYPE_CHECKING:
     import pyarrow as pa
 
+VECTOR_DTYPES = ("float32", "float16")
 COLUMNS = ("token_ids", "logprobs", "seed", "reasoning", "tool_calls")
 """Further columns on request, named as the fields of Sample."""
 _OF_ALL_SAMPLES = ("seed",)
@@ -34,6 +35,7 @@ class AnswerNames:
     vector_size: int | None = None
     """Numbers of the vector that the answer is, in place of a text, in which case there is no finish reason; 0 while it
     is not known."""
+    vector_dtype: str = "float32"
 
     def __iter__(self) -> Any:
         if self.vector_size is not None:
@@ -94,7 +96,8 @@ class AnswerColumn:
     field: str = ""
     """Which of COLUMNS it is; "" for a column of texts."""
     vector_size: int | None = None
-    """Numbers of each of the vectors, float32, that the values are."""
+    """Numbers of each of the vectors that the values are."""
+    vector_dtype: str = "float32"
 
     def array(self) -> pa.Array:
         import pyarrow as pa
@@ -105,7 +108,7 @@ class AnswerColumn:
         import pyarrow as pa
 
         if self.vector_size is not None:
-            return pa.list_(pa.float32(), self.vector_size)
+            return pa.list_(pa.float16() if self.vector_dtype == "float16" else pa.float32(), self.vector_size)
         call = pa.struct([(name, pa.string()) for name in ("id", "name", "arguments")])
         kinds = {
             "token_ids": pa.list_(pa.int32()),

@@ -22,7 +22,7 @@ from tokasaurus.library.blocking import BulkSession
 from tokasaurus.library.bulk import ClientClosed
 from tokasaurus.library.connection import ServerError
 from tokasaurus.library.counts import Counts
-from tokasaurus.library.map.answers import AnswerNames, answer_names, further_values
+from tokasaurus.library.map.answers import VECTOR_DTYPES, AnswerNames, answer_names, further_values
 from tokasaurus.library.map.journal import Journal, KeySet
 from tokasaurus.library.map.options import MapOptions
 from tokasaurus.library.map.outputs import NO_REQUEST, CollectedOutput, Output, StoredOutput
@@ -78,9 +78,9 @@ def map_rows(
         raise ValueError("tools need messages: chat=True sends the prompt as the message of a user")
     # All that the rows' requests have in common.
     if isinstance(request_format, PooledFormat):
-        names = dataclasses.replace(names, vector_size=vector_size)
+        names = dataclasses.replace(names, vector_size=vector_size, vector_dtype=options.embed_dtype)
         request = loads(request_format.line(0, "").body)
-        request["input"] = vector_size
+        request["input"] = f"{options.embed_dtype}[{vector_size}]"
     else:
         request = loads(request_format.line(0, [{"role": "user", "content": ""}]).body)
         del request["messages"]
@@ -120,6 +120,8 @@ def check_arguments(rows: object, output: Path | None, options: MapOptions) -> t
         raise ValueError("retry_errors=True: overwrite=True leaves no rows that could have errors")
     source = open_source(rows, options.key, output)
     prompts = Prompts(source, options.prompt, options.messages, options.chat, options.embed)
+    if options.embed_dtype not in VECTOR_DTYPES:
+        raise ValueError(f"embed_dtype={options.embed_dtype!r}: must be {' or '.join(VECTOR_DTYPES)}")
     for name in ("sampling", "schema", "tools") if options.embed is not None else ():
         if getattr(options, name) is not None:
             raise ValueError(f"{name}: is for answers, and embed= has none")

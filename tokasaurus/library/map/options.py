@@ -22,6 +22,7 @@ class MapOptions:
     prompt: PromptOf | None = None
     messages: PromptOf | None = None
     embed: PromptOf | None = None
+    embed_dtype: str = "float32"
     chat: bool = False
     key: str | None = None
     sampling: Sampling | None = None
@@ -41,6 +42,7 @@ class MapKeywords(ChatOptions, total=False):
     prompt: PromptOf | None
     messages: PromptOf | None
     embed: PromptOf | None
+    embed_dtype: str
     chat: bool
     key: str | None
     sampling: Sampling | None

@@ -179,7 +179,7 @@ class JsonShards:
             more = empty if row.more is None else row.more
             values: tuple[Any, ...] = (row.answer, row.finish_reason, row.error, *more)
             if names.vector_size is not None:
-                values = vector_of(row), row.error
+                values = vector_of(row, names), row.error
             answers = to_json(dict(zip(names, values, strict=True)))
             is_empty = not line[1:-1].strip()
             parts.append(answers if is_empty else b"%b,%b" % (line[:-1], answers[1:]))
@@ -453,9 +453,9 @@ def make_format(name: str, source: Source, names: AnswerNames, is_list: bool) ->
 def answer_columns(names: AnswerNames, rows: Sequence[MapRow], is_list: bool) -> list[AnswerColumn]:
     """The columns that are added, with a value for each row."""
     if names.vector_size is not None:
-        vectors = [vector_of(row) for row in rows]
+        vectors = [vector_of(row, names) for row in rows]
         error = AnswerColumn(names.error, [row.error for row in rows], False)
-        return [AnswerColumn(names.answer, vectors, False, vector_size=names.vector_size), error]
+        return [AnswerColumn(names.answer, vectors, False, "", names.vector_size, names.vector_dtype), error]
     return [
         AnswerColumn(names.answer, [row.answer for row in rows], is_list),
         AnswerColumn(names.finish_reason, [row.finish_reason for row in rows], is_list),
@@ -467,10 +467,10 @@ def answer_columns(names: AnswerNames, rows: Sequence[MapRow], is_list: bool) ->
     ]
 
 
-def vector_of(row: MapRow) -> npt.NDArray[np.float32] | None:
+def vector_of(row: MapRow, names: AnswerNames) -> npt.NDArray[np.floating[Any]] | None:
     """Of a row whose answer is one, in base64."""
     assert row.answer is None or isinstance(row.answer, str)
-    return None if row.answer is None else unpacked_vector(row.answer)
+    return None if row.answer is None else unpacked_vector(row.answer).astype(names.vector_dtype)
 
 
 def shard_name(number: int, suffix: str) -> str:
