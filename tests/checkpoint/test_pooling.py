@@ -110,7 +110,7 @@ def test_reward_models_have_heads_of_several_layers_or_one_label_for_each_token(
         ("1_Pooling/config.json", {"pooling_mode": "weightedmean"}, "pooling by .'weightedmean'. is not supported"),
         ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}, "include_prompt = False"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case is not supported"),
-        ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "messages of the chat template"),
+        ("sentence_bert_config.json", {"modality_config": {"message": {"format": "auto"}}}, "format 'auto'"),
         ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "'q' is none of the prompts"),
     ],
 )

@@ -15,7 +15,15 @@ from sentence_transformers import CrossEncoder
 from transformers import AutoTokenizer
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
-from tests.helpers.pooling_models import PROMPTS, TEXTS, head_outputs, save_classifier, save_embedding_model, vectors_of
+from tests.helpers.pooling_models import (
+    PROMPTS,
+    TEXTS,
+    head_outputs,
+    save_answering_model,
+    save_classifier,
+    save_embedding_model,
+    vectors_of,
+)
 from tests.helpers.tiny_model import save_tiny_model
 
 FLAGS = (
@@ -159,6 +167,29 @@ def test_lines_of_bulk_requests_have_vectors(encoder_server: tuple[TokaProcess, 
     found = {each["custom_id"]: each["response"]["body"] for each in map(json.loads, answer.text.splitlines())}
     vectors = [found[str(index)]["data"][0]["embedding"] for index in range(len(TEXTS))]
     assert is_close(vectors, vectors_of(encoder, TEXTS))
+
+
+def test_texts_become_messages_where_the_checkpoint_says_so(tmp_path: Path) -> None:
+    encoder = save_embedding_model(tmp_path / "model", "qwen3", "lasttoken", normalizes=True, has_messages=True)
+    with running_toka(f"model={tmp_path / 'model'}", *FLAGS) as toka:
+        assert is_close(embedded(toka, TEXTS), vectors_of(encoder, TEXTS))
+        assert is_close(embedded(toka, TEXTS, prompt_name="query"), vectors_of(encoder, TEXTS, prompt_name="query"))
+    answering = save_answering_model(tmp_path / "answering", yes=70, no=12)
+    with running_toka(f"model={tmp_path / 'answering'}", *FLAGS) as toka:
+        scores = post(toka, "/v1/score", text_1="krill", text_2=TEXTS)["data"]
+    expected = answering.predict([("krill", text) for text in TEXTS], batch_size=1)
+    assert is_close([each["score"] for each in scores], expected)
+
+
+def test_tokens_that_the_tokenizer_adds_stay_where_texts_are_cut(tmp_path: Path) -> None:
+    encoder = save_embedding_model(tmp_path / "model", "llama", "lasttoken", normalizes=False, adds_end=True)
+    expected = vectors_of(encoder, TEXTS)
+    encoder.max_seq_length = 9
+    with running_toka(f"model={tmp_path / 'model'}", *FLAGS) as toka:
+        assert is_close(embedded(toka, TEXTS), expected)
+        assert is_close(embedded(toka, TEXTS, truncate_prompt_tokens=9), vectors_of(encoder, TEXTS))
+        bare = embedded(toka, TEXTS[0], add_special_tokens=False)
+        assert not is_close(bare, expected[0])
 
 
 def test_batches_have_vectors(tmp_path: Path) -> None:

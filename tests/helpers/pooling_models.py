@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Normalize
 from sentence_transformers.base.modules import Transformer as TransformerModule
+from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.modules import Pooling
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 from transformers import (
     AutoModel,
@@ -21,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.helpers.tiny_model import family_config, save_byte_tokenizer
+from tests.helpers.tiny_model import EOS_ID, family_config, save_byte_tokenizer, save_tiny_model
 
 TEXTS = ["A whale is", "no fish.", "It" * 60, "x", "Krill " * 9, "What do whales eat? " * 11]
 PROMPTS = {"query": "Find: ", "document": ""}
@@ -38,18 +41,29 @@ def _fill(model: PreTrainedModel) -> None:
 
 
 def save_embedding_model(
-    directory: Path, family: str, pooling: str, normalizes: bool, prompts: dict[str, str] = PROMPTS
+    directory: Path,
+    family: str,
+    pooling: str,
+    normalizes: bool,
+    prompts: dict[str, str] = PROMPTS,
+    has_messages: bool = False,
+    adds_end: bool = False,
 ) -> SentenceTransformer:
-    """pooling: lasttoken, mean or cls."""
+    """pooling: lasttoken, mean or cls. has_messages: texts become messages of a chat template. adds_end: the end token
+    is added to texts."""
     base = directory.with_name(f"{directory.name}-base")
     base.mkdir(parents=True)
     model = AutoModel.from_config(family_config(family), dtype=torch.float32)
     _fill(model)
     model.save_pretrained(base)
     save_byte_tokenizer(base)
-    (base / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eos|>"}'
-    )
+    if not has_messages:
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eos|>"}
+        (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    if adds_end:
+        tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+        tokenizer.post_processor = TemplateProcessing("$A <|eos|>", "$A $B <|eos|>", [("<|eos|>", EOS_ID)])
+        tokenizer.save(str(base / "tokenizer.json"))
     transformer = TransformerModule(str(base))
     transformer.tokenizer.pad_token = "<|eos|>"
     modules: list[Any] = [transformer, Pooling(64, pooling_mode=pooling), *([Normalize()] if normalizes else [])]
@@ -61,6 +75,27 @@ def save_embedding_model(
 def vectors_of(encoder: SentenceTransformer, texts: list[str], **options: Any) -> np.ndarray:
     found: np.ndarray = encoder.encode(texts, batch_size=1, convert_to_numpy=True, **options)
     return found
+
+
+PAIR_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message.role }}: {{ message.content }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>answer: {% endif %}"
+)
+
+
+def save_answering_model(directory: Path, yes: int, no: int) -> CrossEncoder:
+    """A causal model whose logits of two tokens are the score, of pairs in a chat template."""
+    base = directory.with_name(f"{directory.name}-base")
+    save_tiny_model(base, "qwen3")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eos|>", "chat_template": PAIR_TEMPLATE}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    variables = {"chat_template": {"add_generation_prompt": True}}
+    transformer = TransformerModule(str(base), transformer_task="text-generation", processing_kwargs=variables)
+    transformer.tokenizer.pad_token = "<|eos|>"
+    modules = [transformer, LogitScore(yes, no)]
+    encoder = CrossEncoder(modules=modules, prompts={"query": "Judge."}, default_prompt_name="query", device="cpu")
+    encoder.save_pretrained(str(directory))
+    return encoder
 
 
 def save_classifier(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tokasaurus.checkpoint.json_files import CheckpointError, json_object, parse_json, positive_int, read_json
+from tokasaurus.checkpoint.json_files import CheckpointError, flag, json_object, parse_json, positive_int, read_json
 from tokasaurus.checkpoint.stored_tensors import StoredTensor
 from tokasaurus.messages.status import FlagRefused
 
@@ -67,6 +67,10 @@ class PoolingInfo:
     """Texts that precede a client's, by name."""
     default_prompt: str = ""
     """Name of the one for texts without a named one; "": none."""
+    messages: Literal["", "flat", "structured"] = ""
+    """Texts become messages of the chat template, whose content is the text, or a list of one part; "": they do not."""
+    adds_generation_prompt: bool = False
+    """Of these messages."""
     pad_id: int | None = None
     """Padding at a text's end does not count, as in transformers' classifiers; None: no token is padding."""
     max_tokens: int | None = None
@@ -111,8 +115,10 @@ def read_pooling(directory: Path, config: Mapping[str, Any], task: str | None) -
         activation: Activation = "none" if chosen == "reward" else _activation(config, num_labels)
         return PoolingInfo(_task(chosen), activation=activation, pad_id=pad_id, **settings)
     if chosen == "score" and ending == "ForCausalLM":
-        answers = None if scorer is None else _answers(scorer / "config.json")
-        return PoolingInfo("score", activation="softmax", labels=SCORE_ANSWERS, answers=answers, uses_answers=True)
+        pooling = PoolingInfo("score", activation="softmax", labels=SCORE_ANSWERS, uses_answers=True)
+        if scorer is None:
+            return pooling
+        return replace(pooling, answers=_answers(scorer / "config.json"), **_prompts(directory), **_settings(directory))
     raise FlagRefused(f"task={chosen}: the model is {_name_of(config)}, which has no score head; it has task=embed")
 
 
@@ -168,7 +174,7 @@ def _embedding(directory: Path, modules: Sequence[tuple[str, Path]]) -> PoolingI
     for kind, place in modules:
         if kind == "Pooling":
             pooling = replace(pooling, kind=_kind(place / "config.json"))
-    return replace(pooling, **_prompts(directory), max_tokens=_max_tokens(directory))
+    return replace(pooling, **_prompts(directory), **_settings(directory))
 
 
 def _kind(path: Path) -> Any:
@@ -205,16 +211,25 @@ def _prompts(directory: Path) -> dict[str, Any]:
     return {"prompts": tuple(sorted(prompts.items())), "default_prompt": default or ""}
 
 
-def _max_tokens(directory: Path) -> int | None:
+def _settings(directory: Path) -> dict[str, Any]:
+    """How texts become tokens."""
     path = directory / "sentence_bert_config.json"
     if not path.is_file():
-        return None
+        return {}
     settings = read_json(path)
     if settings.get("do_lower_case"):
         raise CheckpointError(f"{path}: do_lower_case is not supported")
-    if "message" in json_object(settings, "modality_config"):
-        raise CheckpointError(f"{path}: texts that become messages of the chat template are not supported")
-    return None if settings.get("max_seq_length") is None else positive_int(settings, "max_seq_length", 1 << 30)
+    found: dict[str, Any] = {}
+    if settings.get("max_seq_length") is not None:
+        found["max_tokens"] = positive_int(settings, "max_seq_length", 1 << 30)
+    if message := json_object(json_object(settings, "modality_config"), "message"):
+        if (form := message.get("format")) not in ("flat", "structured"):
+            raise CheckpointError(f"{path}: messages of the format {form!r} are not supported")
+        variables = json_object(json_object(settings, "processing_kwargs"), "chat_template")
+        if others := variables.keys() - {"add_generation_prompt", "restore_suffix"}:
+            raise CheckpointError(f"{path}: {min(others)} of the chat template is not supported")
+        found |= {"messages": form, "adds_generation_prompt": flag(variables, "add_generation_prompt")}
+    return found
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:

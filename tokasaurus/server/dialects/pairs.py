@@ -15,11 +15,15 @@ from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.dialects.vectors import (
     TextFields,
     activated,
+    as_messages,
+    chat_ids,
     draft_texts,
     pooling_of,
+    prompt_named,
     tokenize_texts,
     unit,
     vector_of,
+    with_prompt,
     written,
 )
 from tokasaurus.server.endpoint import RoutedEndpoint
@@ -139,11 +143,10 @@ def _draft_ranking(body: RerankRequest, model: ServedModel, limits: EngineLimits
     shown = body.documents if body.return_documents is not False else None
     repeated = {"num_first": 1, "shown": shown, "top_n": body.top_n}
     prompts = dict(pooling_of(model).prompts)
-    query, before = prompts.get("query", "") + body.query, prompts.get("document", "")
-    if pooling_of(model).task != "embed":
-        query, before = body.query, ""
-    documents = [before + document for document in body.documents]
-    return _draft_pairs([query], documents, body, model, limits, origin, ("query", "documents"), repeated)
+    before = prompts.get("query", ""), prompts.get("document", "")
+    return _draft_pairs(
+        [body.query], body.documents, body, model, limits, origin, ("query", "documents"), repeated, before
+    )
 
 
 def _draft_scores(body: ScoreRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
@@ -163,14 +166,17 @@ def _draft_pairs(
     origin: Origin,
     params: tuple[str, str],
     repeated: dict[str, Any],
+    before: tuple[str, str] = ("", ""),
 ) -> Draft:
-    """first: one text, or as many as second. params: the fields that have them."""
+    """first: one text, or as many as second. params: the fields that have them. before: prompts of an embedding
+    model."""
     prefix, pooling = "rerank-" if "top_n" in repeated else "score-", pooling_of(model)
     if body.instruction is not None and not pooling.uses_answers:
         raise InvalidRequest("instruction is for a causal model that scores, which this one is not", "instruction")
     if pooling.task == "embed":
-        ids = tokenize_texts(first, body, model, limits, params[0])
-        ids += tokenize_texts(second, body, model, limits, params[1])
+        ids = []
+        for each, prompt, param in zip((first, second), before, params, strict=True):
+            ids += tokenize_texts(with_prompt(each, prompt, model, param, limits), body, model, limits, param)
         return draft_texts(ids, body, model, origin, prefix, repeated)
     pairs = [(first[index if len(first) > 1 else 0], text) for index, text in enumerate(second)]
     if not pooling.uses_answers:
@@ -178,15 +184,20 @@ def _draft_pairs(
             raise InvalidRequest(f"the model has {len(pooling.labels)} labels and no score: use /classify")
         ids = [_cut_pair(pair, body, model, limits, params[1]) for pair in model.tokenizer.encode_pairs(pairs)]
         return draft_texts(ids, body, model, origin, prefix, repeated)
+    if pooling.messages:
+        system = prompt_named(None, model) if body.instruction is None else body.instruction
+        chats = [as_messages(query, system, "query") | {"document": document} for query, document in pairs]
+        ids = [chat_ids(each, model, params[1], limits) for each in chats]
+        return draft_texts(tokenize_texts(ids, body, model, limits, params[1]), body, model, origin, prefix, repeated)
     asked = _INSTRUCTION if body.instruction is None else body.instruction
     texts = [f"<Instruct>: {asked}\n<Query>: {query}\n<Document>: {document}" for query, document in pairs]
     encode = model.tokenizer.encode_batch
-    (before, after), inner = encode([_BEFORE, _AFTER], False), encode(texts, False)
-    room = limits.max_tokens_per_sequence - len(before) - len(after)
+    (head, tail), inner = encode([_BEFORE, _AFTER], False), encode(texts, False)
+    room = limits.max_tokens_per_sequence - len(head) - len(tail)
     most = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
     if most is not None and most != room:
-        most = max(1, most - len(before) - len(after))
-    whole: list[Any] = [[*before, *ids[:most], *after] for ids in inner]
+        most = max(1, most - len(head) - len(tail))
+    whole: list[Any] = [[*head, *ids[:most], *tail] for ids in inner]
     return draft_texts(
         tokenize_texts(whole, body.model_copy(update={"truncate_prompt_tokens": None}), model, limits, params[1]),
         body,

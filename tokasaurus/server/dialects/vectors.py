@@ -30,7 +30,7 @@ from tokasaurus.server.protocol.sampling_fields import CacheSalt, Priority, Prom
 from tokasaurus.server.respond.whole import Answer, build_usage
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.json_lines import write_json
-from tokasaurus.text.tokenizer import TextTooLong
+from tokasaurus.text.tokenizer import ChatTemplateError, TextTooLong
 
 MAX_TEXTS = 65_536
 """Of one body."""
@@ -215,6 +215,17 @@ def prompt_named(name: str | None, model: ServedModel) -> str:
     return prompts[name]
 
 
+def with_prompt(
+    texts: Sequence[Prompt], prompt: str, model: ServedModel, param: str, limits: EngineLimits
+) -> list[Prompt]:
+    """The texts after a prompt; token ids where they become messages. Raises InvalidRequest."""
+    if not pooling_of(model).messages:
+        return [prompt + text if isinstance(text, str) else text for text in texts]
+    return [
+        chat_ids(as_messages(text, prompt), model, param, limits) if isinstance(text, str) else text for text in texts
+    ]
+
+
 def tokenize_texts(
     texts: Sequence[Prompt], body: TextFields, model: ServedModel, limits: EngineLimits, param: str
 ) -> list[list[int]]:
@@ -240,6 +251,28 @@ def tokenize_texts(
         check_vocabulary(ids, model, param)
         found.append(ids)
     return found
+
+
+def chat_ids(messages: Mapping[str, str], model: ServedModel, param: str, limits: EngineLimits) -> list[int]:
+    """The token ids of texts by role, as messages of the model's chat template. Raises InvalidRequest."""
+    pooling = pooling_of(model)
+    is_flat = pooling.messages == "flat"
+    shown = [
+        {"role": role, "content": text if is_flat else [{"type": "text", "text": text}]}
+        for role, text in messages.items()
+    ]
+    most = limits.max_tokens_per_sequence
+    try:
+        return model.tokenizer.encode_chat(shown, pooling.adds_generation_prompt, max_tokens=most)
+    except ChatTemplateError as error:
+        raise InvalidRequest(f"{param}: {error}", param) from error
+    except TextTooLong as error:
+        raise too_long(param, error, limits) from None
+
+
+def as_messages(text: str, prompt: str, role: str = "user") -> dict[str, str]:
+    """A text by its role, after a prompt if there is one."""
+    return {**({"system": prompt} if prompt else {}), role: text}
 
 
 def _cut(text: Prompt, most: int, adds_special: bool, model: ServedModel) -> list[int]:
@@ -308,7 +341,7 @@ def _draft_input(body: EmbeddingRequest, model: ServedModel, limits: EngineLimit
     prompt, size = prompt_named(body.prompt_name, model), pooling_of(model).size
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest(f"dimensions may be at most {size}, the model's, not {body.dimensions}", "dimensions")
-    texts = [prompt + text if isinstance(text, str) else text for text in body.input]
+    texts = with_prompt(body.input, prompt, model, "input", limits)
     ids = tokenize_texts(texts, body, model, limits, "input")
     repeated = {"base64": body.encoding_format == "base64", "dimensions": body.dimensions, "activates": True}
     if isinstance(body, PoolingRequest):
