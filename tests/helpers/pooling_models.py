@@ -93,7 +93,9 @@ def save_answering_model(directory: Path, yes: int, no: int) -> CrossEncoder:
     transformer = TransformerModule(str(base), transformer_task="text-generation", processing_kwargs=variables)
     transformer.tokenizer.pad_token = "<|eos|>"
     modules = [transformer, LogitScore(yes, no)]
-    encoder = CrossEncoder(modules=modules, prompts={"query": "Judge."}, default_prompt_name="query", device="cpu")
+    encoder: CrossEncoder = CrossEncoder(
+        modules=modules, prompts={"query": "Judge."}, default_prompt_name="query", device="cpu"
+    )
     encoder.save_pretrained(str(directory))
     return encoder
 
