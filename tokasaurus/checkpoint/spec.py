@@ -338,6 +338,11 @@ class LayerSpec:
     """Of the layer's state; its output is added as attention's is."""
 
     @property
+    def has_out_gate(self) -> bool:
+        """Whether what is attended has a gate."""
+        return self.attention is not None and self.attention.has_out_gate
+
+    @property
     def own_attention(self) -> AttentionSpec:
         """Of a layer that is known to have it."""
         assert self.attention is not None

@@ -41,7 +41,8 @@ void toka_attend(int64_t activation_type, int64_t cache_type, const void* query,
 void toka_merge(int64_t output_type, const float* first, const float* first_lse, const float* second,
                 const float* second_lse, void* output, int64_t count, int64_t head_dim);
 void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
-                     const float* cos_sin, int64_t num_tables, const int32_t* row_adapters, void* hidden);
+                     const float* cos_sin, int64_t num_tables, const int32_t* row_adapters,
+                     const StateSegments* segments, void* hidden);
 void toka_run_states(const StateLayer* layer, const StateSegments* segments, float* memory, int64_t activation_type,
                      const void* features, int64_t num_rows, void* out);
 }
@@ -622,7 +623,7 @@ void check_layer(bool has_out_norms) {
                           0,           0,          0,
                           0,           0,          has_out_norms ? 0.5 : 1};
   vector<Element> found = as<Element>(hidden);
-  toka_run_layers(&layer, 1, &forward, kRows, as<float>(cos_sin).data(), 1, nullptr, found.data());
+  toka_run_layers(&layer, 1, &forward, kRows, as<float>(cos_sin).data(), 1, nullptr, nullptr, found.data());
   // Intermediate results are rounded a dozen times; the cache rounds keys and values.
   const bool is_coarse = std::is_same_v<Element, bfloat16> || std::is_same_v<Stored, int8_t>;
   const double tolerance = is_coarse ? 0.03 : std::is_same_v<Stored, float> ? 1e-5 : 0.01;

@@ -129,6 +129,8 @@ class PackedLayerStruct(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("query_rotary", "rotary", "norms_after_rotary", "is_parallel")),
         *((name, ctypes.c_double) for name in ("clip", "residual_multiplier")),
         *((f"{name}_adapters", ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("state", "states")),
+        ("gate", ctypes.POINTER(PackedWeightsStruct)),
     )
 
 
@@ -215,7 +217,7 @@ class DecodeStepStruct(ctypes.Structure):
         ("table_width", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("last_tokens", "cached_tokens", "sequence_keys")),
         ("num_rows", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("slots", "row_adapters", "sampling_params", "forward")),
+        *((name, ctypes.c_void_p) for name in ("slots", "row_adapters", "segments", "sampling_params", "forward")),
         *((name, ctypes.c_void_p) for name in ("token_ids", "kv_indices")),
         *((name, ctypes.c_void_p) for name in ("noise_keys", "kv_lengths", "cos_sin", "hidden", "logits", "sampled")),
     )

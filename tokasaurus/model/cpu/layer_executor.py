@@ -58,7 +58,7 @@ class LayerKernels:
         self.embed = library.toka_embed
         self.embed.argtypes = [pointer, pointer, integer, pointer]
         self.run_layers = library.toka_run_layers
-        self.run_layers.argtypes = [pointer, integer, pointer, integer, pointer, integer, pointer, pointer]
+        self.run_layers.argtypes = [pointer, integer, pointer, integer, pointer, integer, *([pointer] * 3)]
         self.states = StateKernels(library)
         self.reserve_forward = library.toka_reserve_forward
         self.reserve_forward.argtypes = [pointer, integer, integer]

@@ -283,23 +283,33 @@ class DecoderLayer(nn.Module):
     def packed(self) -> PackedLayer | None:
         """This layer for the kernels; None unless all its linear layers are packed for them, and they compute such a
         layer."""
-        attention, mlp = self.attention, self.mlp
-        if not PackedLayers.computes(self.spec) or attention is None or mlp is None:
+        attention, state, mlp = self.attention, self.state, self.mlp
+        if not PackedLayers.computes(self.spec) or mlp is None:
             return None
-        qkv, out, fed = attention.qkv.packed_whole, attention.out.packed_whole, mlp.packed
-        if qkv is None or out is None or fed is None:
+        if attention is not None:
+            first, last, heads = attention.qkv, attention.out, (attention.query_norm, attention.key_norm)
+        else:
+            assert state is not None
+            first, last, heads = state.inputs, state.out, (None, None)
+            if state.packed is None:
+                return None
+        qkv, out, fed = first.packed_whole, last.packed_whole, mlp.packed
+        gate = None if attention is None or attention.gate is None else attention.gate.packed_whole
+        if qkv is None or out is None or fed is None or (gate is None) == self.spec.has_out_gate:
             return None
         if isinstance(fed, PackedExperts) and not fed.has_router:
             return None
         mlp_norm = self.mlp_norm or (self.attention_norm if self.spec.is_parallel else None)
-        norms = (
-            *(self.attention_norm, mlp_norm, self.attention_out_norm, self.mlp_out_norm),
-            *(attention.query_norm, attention.key_norm),
-        )
+        norms = self.attention_norm, mlp_norm, self.attention_out_norm, self.mlp_out_norm, *heads
         packed_norms = tuple(None if norm is None else norm.packed for norm in norms)
-        rotary = -1 if self.spec.own_attention.rotary is None else self.table_index
+        has_rotary = self.spec.attention is not None and self.spec.attention.rotary is not None
+        rotary = self.table_index if has_rotary else -1
         adapters = [linear.packed_adapters for linear in self.dense_linears()]
-        return PackedLayer(self.spec, rotary, qkv, out, fed, packed_norms, (*adapters, None, None)[:4])
+        if state is not None or gate is not None:
+            adapters = []  # these take none
+        packed_state = None if state is None else state.packed
+        places = qkv, out, fed, packed_norms, (*adapters, None, None, None, None)[:4], packed_state, gate
+        return PackedLayer(self.spec, rotary, *places)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         norms = {
@@ -437,7 +447,7 @@ class Decoder(Model):
     def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
         packed = [layer.packed() for layer in self.decoder_layers()]
         whole_layers = [layer for layer in packed if layer is not None]
-        if not packed or len(whole_layers) < len(packed):
+        if not packed or len(whole_layers) < len(packed) or all(layer.state is not None for layer in whole_layers):
             return None
         return PackedLayers(kernels, whole_layers)
 

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from tokasaurus.checkpoint.spec import StateSpec
 from tokasaurus.messages.forward import ForwardInput, StateSaves
+from tokasaurus.model.cpu.bindings import StateSegmentsStruct
+from tokasaurus.model.cpu.packed_layers import PackedLayers
+from tokasaurus.model.cpu.states import segments_struct
 
 ZEROS = -1
 """Source of a segment that begins with a state of zeros."""
@@ -90,6 +93,7 @@ class StateRows:
         self._memory: list[Tensor] = []
         """Of each layer, float32 [rows, numbers]."""
         self._mixes: list[Mixes] = []
+        self._placed: PackedLayers | None = None
         self.segments: Segments | None = None
         """Of the next forward."""
 
@@ -100,7 +104,7 @@ class StateRows:
 
     def allocate(self, num_rows: int, device: torch.device) -> None:
         """Rows of zeros, in place of those there were."""
-        self._memory = []
+        self._memory, self._placed = [], None
         self._memory = [torch.zeros((num_rows, size), dtype=torch.float32, device=device) for size in self._sizes]
 
     def __len__(self) -> int:
@@ -116,6 +120,14 @@ class StateRows:
         assert self.segments is not None, "segments come first"
         assert self._memory, "allocate comes first"
         return self._mixes[layer](features, self._memory[layer], self.segments)
+
+    def place_in(self, layers: PackedLayers) -> StateSegmentsStruct:
+        """The kernels' layers have this memory from now on -> the segments of the next forward, as they read them."""
+        assert self.segments is not None, "segments come first"
+        if self._placed is not layers:
+            layers.place_states(self._memory)
+            self._placed = layers
+        return segments_struct(self.segments.arrays)
 
 
 _current: StateRows | None = None

@@ -85,7 +85,11 @@ class StateLayer(nn.Module):
         """norm: applied to x first."""
         assert self._number is not None
         features = self.inputs(x, norm)
-        mixed: Tensor = self.out(mixed_by_operation(features, self._number, self._width))
+        if torch.compiler.is_compiling():
+            features = mixed_by_operation(features, self._number, self._width)
+        else:
+            features = self._states.mix(features, self._number)
+        mixed: Tensor = self.out(features)
         return mixed
 
     def use_kernels(self, kernels: StateKernels) -> None:
@@ -95,14 +99,23 @@ class StateLayer(nn.Module):
 
     def mix(self, features: Tensor, memory: Tensor, segments: Segments) -> Tensor:
         """features [T, F] -> [T, W]. memory: float32 [rows, numbers], which is changed."""
-        if self._kernels is None:
+        packed = self.packed
+        if packed is None:
             return self.mix_by_torch(features, memory, segments)
-        if self._packed is None:  # at the first call: all weights are there by then
-            vectors = {name: vector.data for name, vector in self.vectors.items()}
-            conv, bias = self.conv.data.view(self.num_channels, -1), self.conv_bias
-            parts = self._mesh.tp_size, conv, None if bias is None else bias.data
-            self._packed = PackedState(self._kernels, self._state, *parts, vectors)
-        return self._packed.mix(features.contiguous(), memory, segments.arrays)
+        return packed.mix(features.contiguous(), memory, segments.arrays)
+
+    @property
+    def packed(self) -> PackedState | None:
+        """As the CPU kernels read it, once all weights are loaded; None unless these mix."""
+        if self._packed is None and self._kernels is not None:
+            self._packed = PackedState(self._kernels, self._state, self._mesh.tp_size, *self._weights)
+        return self._packed
+
+    @property
+    def _weights(self) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        bias = None if self.conv_bias is None else self.conv_bias.data
+        vectors = {name: vector.data for name, vector in self.vectors.items()}
+        return self.conv.data.view(self.num_channels, -1), bias, vectors
 
     def mix_by_torch(self, features: Tensor, memory: Tensor, segments: Segments) -> Tensor:
         """As mix."""
@@ -140,7 +153,8 @@ class StateLayer(nn.Module):
 
     def _write(self, parameter: Tensor, place: slice, values: Tensor) -> None:
         parameter.data[place] = values.float()
-        self._packed = None
+        if self._packed is not None:
+            self._packed.write(*self._weights)
 
 
 class GatedDelta(StateLayer):

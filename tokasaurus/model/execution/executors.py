@@ -18,6 +18,7 @@ from tokasaurus.model.cpu.packed_layers import PackedLayers
 from tokasaurus.model.decoder.compile import MAX_COMPILED_TOKENS, Compiler, relate_sizes
 from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer
 from tokasaurus.model.decoder.model import LayerExecutor, Model
+from tokasaurus.model.decoder.state_rows import StateRows
 from tokasaurus.model.triton_choice import uses_triton
 
 
@@ -28,6 +29,11 @@ class ModuleExecutor:
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
+
+    @property
+    def states(self) -> StateRows | None:
+        """Of the model."""
+        return self._model.states
 
     @property
     def adapters_of_tokens(self) -> Tensor | None:
@@ -137,16 +143,19 @@ class KernelExecutor:
         self.backend = backend
         self._choice = choice
         self._modules = modules
-        self.always_on_kernels = choice.always_kernels
+        self._states = modules.states
+        # What layers with states need is measured, not bounded.
+        self.always_on_kernels = choice.always_kernels and not layers.has_states
 
     def runs_on_kernels(self, num_tokens: int) -> bool:
         """Whether the kernels run all layers of a forward of this size."""
-        return self.always_on_kernels or self._choice.uses_kernels(num_tokens)
+        return self._choice.always_kernels or self._choice.uses_kernels(num_tokens)
 
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         if not self.runs_on_kernels(hidden.shape[0]):
             return self._modules.run(hidden, cos_sin, attends)
-        self.layers.run(hidden, cos_sin, self.backend.planned, self._modules.adapters_of_tokens)
+        segments = None if self._states is None else self._states.place_in(self.layers)
+        self.layers.run(hidden, cos_sin, self.backend.planned, self._modules.adapters_of_tokens, segments)
         return hidden
 
 

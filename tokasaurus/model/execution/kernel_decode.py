@@ -101,6 +101,11 @@ class KernelDecode:
             num_columns = int(self._slots.num_blocks[rows.slots].max()) or self._slots.block_tables.shape[1]
             rows.table = np.ascontiguousarray(self._slots.block_tables[rows.slots, :num_columns])
             rows.part.block_table, rows.part.table_stride = rows.table.ctypes.data, num_columns
+        states = self._model.states
+        if states is not None:
+            states.segments = self._slots.take_segments(step)
+            segments = states.place_in(self._executor.layers)  # lives until the step is computed
+            rows.step.segments = ctypes.addressof(segments)
         self._kernels.decode_step(rows.step)
         blocks = rows.kv_indices.numpy() // self._page_size
         positions = rows.kv_lengths.numpy().astype(np.int64) - 1
@@ -156,7 +161,7 @@ class KernelDecode:
             *(slots.positions.ctypes.data, slots.block_tables.ctypes.data, slots.block_tables.shape[1]),
             *(slots.last_tokens.data_ptr(), slots.rules.tokens.data_ptr(), slots.noise_keys.ctypes.data),
             *(num_rows, row_slots.ctypes.data, adapters.ctypes.data if adapters.any() else None),
-            *(params.ctypes.data, ctypes.addressof(forward)),
+            *(None, params.ctypes.data, ctypes.addressof(forward)),
             *(token_ids.data_ptr(), kv_indices.data_ptr(), noise_keys.data_ptr(), kv_lengths.data_ptr()),
             *(cos_sin.data_ptr(), hidden.data_ptr(), logits.data_ptr(), sampled.data_ptr()),
         )

@@ -10,7 +10,12 @@
 #include "attention/kv_write.h"
 #include "simd/element_type.h"
 #include "simd/phases.h"
+#include "simd/simd_math.h"
 #include "simd/threads.h"
+
+// In states.cpp.
+extern "C" void toka_run_states(const StateLayer* layer, const StateSegments* segments, float* memory,
+                                int64_t activation_type, const void* features, int64_t num_rows, void* out);
 
 namespace {
 
@@ -116,21 +121,34 @@ ScratchMemory<Element>& layer_scratch() {
   return memory;
 }
 
-// Elements per row: the MLP's inner values, or the experts' output.
+// Elements per row: the MLP's inner values, or the experts' output; before these, the gates of what is attended.
 int64_t inner_size(const PackedLayer* layers, int64_t num_layers) {
   int64_t size = 0;
-  for (const PackedLayer* layer = layers; layer < layers + num_layers; ++layer)
+  for (const PackedLayer* layer = layers; layer < layers + num_layers; ++layer) {
     size = std::max(size, layer->experts == nullptr ? layer->gate_up.out_size : layer->out.out_size);
+    if (layer->gate != nullptr) size = std::max(size, layer->gate->out_size);
+  }
   return size;
 }
 
 // Elements per row: the heads, the attention output, the MLP's inner values, and an output to normalize, if any is.
+struct RowSizes {
+  int64_t heads = 0, attended = 0;
+
+  RowSizes(const PackedLayer* layers, int64_t num_layers) {
+    for (const PackedLayer* layer = layers; layer < layers + num_layers; ++layer) {
+      heads = std::max(heads, layer->qkv.out_size);
+      attended = std::max(attended, layer->out.in_size);
+    }
+  }
+};
+
 int64_t scratch_row_size(const PackedLayer* layers, int64_t num_layers) {
+  const RowSizes sizes(layers, num_layers);
   const bool normalizes = std::any_of(layers, layers + num_layers, [](const PackedLayer& layer) {
     return layer.attention_out_norm.kind != kNoNorm || layer.mlp_out_norm.kind != kNoNorm;
   });
-  return layers->qkv.out_size + layers->out.in_size + inner_size(layers, num_layers) +
-         (normalizes ? layers->out.out_size : 0);
+  return sizes.heads + sizes.attended + inner_size(layers, num_layers) + (normalizes ? layers->out.out_size : 0);
 }
 
 // Adds an output of attention or MLP [num_rows, size] to the hidden states, normalized and scaled as the layer says.
@@ -162,33 +180,58 @@ void add_output(const PackedLayer& layer, const PackedWeights& weights, const Ro
   add_rows(layer, norm, num_rows, weights.out_size, output, hidden);
 }
 
+// x [num_rows, size] times the sigmoid of the gates.
+template <typename Element>
+void apply_gates(const Element* gates, int64_t num_rows, int64_t size, Element* x) {
+  constexpr int64_t kRows = 8;  // a thread claims so many at a time
+  Team::get().parallel_for(num_rows, kRows, [&](int64_t row) {
+    const Element* own = gates + row * size;
+    Element* to = x + row * size;
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(to + i, load(to + i) * sigmoid(load(own + i)));
+    for (; i < size; ++i) from_float(to + i, to_float(to[i]) / (1 + std::exp(-to_float(own[i]))));
+  });
+}
+
 template <typename Weight, typename Stored>
 void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward& forward, int64_t num_rows,
-                const RotaryRows& rotary, const int32_t* row_adapters, Activation<Weight>* hidden) {
+                const RotaryRows& rotary, const int32_t* row_adapters, const StateSegments* segments,
+                Activation<Weight>* hidden) {
   typedef Activation<Weight> Element;
-  const PackedLayer& first = layers[0];
+  const PackedLayer& first =
+      *std::find_if(layers, layers + num_layers, [](const PackedLayer& layer) { return layer.state == nullptr; });
+  const RowSizes sizes(layers, num_layers);
   const Shape shape{first.num_query_heads, first.num_kv_heads, first.head_dim, forward.page_size};
-  const int64_t hidden_size = first.out.out_size, query_size = first.out.in_size;
+  const int64_t hidden_size = first.out.out_size;
   Element* heads = scratch(layer_scratch<Element>(), num_rows * scratch_row_size(layers, num_layers));
-  Element* attended = heads + num_rows * first.qkv.out_size;
-  Element* inner = attended + num_rows * query_size;
+  Element* attended = heads + num_rows * sizes.heads;
+  Element* inner = attended + num_rows * sizes.attended;
   Element* output = inner + num_rows * inner_size(layers, num_layers);
   LayoutAttention<Stored> attention(forward, shape, kElementType<Element>, heads, first.qkv.out_size, attended);
-  std::fill(attended, inner, Element{});  // padding rows are in no part
-  for (int64_t index = 0; index < num_layers; ++index) {
-    const PackedLayer& layer = layers[index];
-    const LayerScores& scores = forward.scores[index];
-    const CacheLayer<Stored> cache{(Stored*)forward.cache + scores.place * forward.layer_size, shape.num_kv_heads,
-                                   shape.head_dim, shape.page_size, scores.blocks};
+  std::fill(attended, inner, Element{});                                // padding rows are in no part
+  for (int64_t number = 0, index = 0; number < num_layers; ++number) {  // index: of those with attention
+    const PackedLayer& layer = layers[number];
     const auto adapters = [&](const LowRank* table) {
       return RowAdapters{table, table == nullptr ? nullptr : row_adapters};
     };
     multiply<Weight>({layer.qkv, hidden, hidden_size, num_rows, nullptr, heads, 1, 0, adapters(layer.qkv_adapters)},
                      layer.attention_norm);
-    // Store every row's keys and values before any row attends: a row may read blocks that another row of this forward
-    // fills.
-    rotate_and_store_heads(layer, cache, forward.kv_indices, attention.num_rows(), rotary, heads, hidden);
-    attention.run(index);
+    if (layer.state != nullptr) {
+      toka_run_states(layer.state, segments, layer.states, kElementType<Element>, heads, num_rows, attended);
+    } else {
+      const LayerScores& scores = forward.scores[index];
+      const CacheLayer<Stored> cache{(Stored*)forward.cache + scores.place * forward.layer_size, shape.num_kv_heads,
+                                     shape.head_dim, shape.page_size, scores.blocks};
+      // Store every row's keys and values before any row attends: a row may read blocks that another row of this
+      // forward fills.
+      rotate_and_store_heads(layer, cache, forward.kv_indices, attention.num_rows(), rotary, heads, hidden);
+      attention.run(index++);
+    }
+    if (layer.gate != nullptr) {
+      multiply<Weight>({*layer.gate, hidden, hidden_size, num_rows, nullptr, inner, 1, 0, adapters(nullptr)},
+                       layer.attention_norm);
+      apply_gates(inner, num_rows, layer.gate->out_size, attended);
+    }
     const auto enter_mlp = [&] {
       if (layer.experts != nullptr)
         return run_experts<Weight>(*layer.experts, layer.mlp_norm, hidden, num_rows, nullptr, inner);
@@ -213,15 +256,15 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
 TOKA_STRUCT_SIZE(PackedLayer)
 
 // Runs hidden [num_rows, hidden size] through the layers, in place. cos_sin [num_rows, num_tables, head_dim].
-// row_adapters [num_rows]: as in RowAdapters, or null.
+// row_adapters [num_rows]: as in RowAdapters, or null. segments: of layers with states, or null. One has attention.
 TOKA_EXPORT void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward,
                                  int64_t num_rows, const float* cos_sin, int64_t num_tables,
-                                 const int32_t* row_adapters, void* hidden) {
+                                 const int32_t* row_adapters, const StateSegments* segments, void* hidden) {
   dispatch_cache_type(forward->cache_type, [&](auto cache_tag) {
     dispatch_activation_type(layers->qkv.weight_type, [&](auto weight_tag) {
       typedef TypeOf<decltype(cache_tag)> Stored;
       typedef TypeOf<decltype(weight_tag)> Weight;
-      run_layers<Weight, Stored>(layers, num_layers, *forward, num_rows, {cos_sin, num_tables}, row_adapters,
+      run_layers<Weight, Stored>(layers, num_layers, *forward, num_rows, {cos_sin, num_tables}, row_adapters, segments,
                                  (Activation<Weight>*)hidden);
     });
   });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gemm/experts.h"
+#include "states/states.h"
 
 // What the norms of queries and keys are over: a head, with the same weights for all or with weights of its own; or the
 // heads together. HEAD_NORMS in bindings.py.
@@ -24,4 +25,8 @@ struct PackedLayer {
   double residual_multiplier;  // of what is added
   // Of all adapters, as in RowAdapters; null: none ever adds to these outputs.
   const LowRank *qkv_adapters, *out_adapters, *gate_up_adapters, *down_adapters;
+  // In place of attention, between qkv and out; null: there is attention. states: its memory, [rows, row_size].
+  const StateLayer* state;
+  float* states;
+  const PackedWeights* gate;  // whose sigmoid multiplies what is attended; null: none
 };

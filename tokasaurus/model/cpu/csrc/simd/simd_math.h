@@ -33,6 +33,12 @@ static TOKA_INLINE Floats exp_nonpositive(Floats x) {
   return x < broadcast(-87.0f) ? Floats{} : value;
 }
 
+// 1 / (1 + e^-x).
+static TOKA_INLINE Floats sigmoid(Floats x) {
+  const Floats power = exp_nonpositive(x < Floats{} ? x : -x), part = 1.0f / (1.0f + power);
+  return x < Floats{} ? power * part : part;
+}
+
 // tanh x to a relative error of 4e-7. Below 1, where 1 - e^-2|x| would lose digits, by a convergent of its continued
 // fraction x / (1 + x^2 / (3 + x^2 / (5 + ...))).
 static TOKA_INLINE Floats tanh(Floats x) {

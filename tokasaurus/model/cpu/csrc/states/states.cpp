@@ -45,11 +45,6 @@ TOKA_INLINE void store_some(Element* to, Floats x, int count) {
   for (int i = 0; i < count; ++i) from_float(to + i, lanes[i]);
 }
 
-TOKA_INLINE Floats sigmoid(Floats x) {
-  const Floats power = exp_nonpositive(x < Floats{} ? x : -x), part = 1.0f / (1.0f + power);
-  return x < Floats{} ? power * part : part;
-}
-
 // NaN stays, since x is a factor.
 TOKA_INLINE Floats silu(Floats x) { return x * sigmoid(x); }
 

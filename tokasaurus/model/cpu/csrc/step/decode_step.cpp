@@ -14,7 +14,8 @@
 extern "C" {
 void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t num_tokens, void* out);
 void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
-                     const float* cos_sin, int64_t num_tables, const int32_t* row_adapters, void* hidden);
+                     const float* cos_sin, int64_t num_tables, const int32_t* row_adapters,
+                     const StateSegments* segments, void* hidden);
 void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows, const Norm* norm,
                    double multiplier, double softcap, const LowRank* adapters, const int32_t* row_adapters, void* out);
 }
@@ -40,7 +41,8 @@ struct DecodeStep {
   // The rows. forward: over kv_indices and kv_lengths below.
   int64_t num_rows;
   const int32_t* slots;
-  const int32_t* row_adapters;  // [num_rows], as in RowAdapters, or null
+  const int32_t* row_adapters;    // [num_rows], as in RowAdapters, or null
+  const StateSegments* segments;  // of layers with states, or null
   const SamplingParams* sampling_params;
   const PagedForward* forward;
   // Memory that a step fills
@@ -111,7 +113,7 @@ TOKA_EXPORT void toka_decode_step(const DecodeStep* pointer) {
   for (int64_t row = 0; row < step.num_rows; ++row) prepare_row(step, row);
   embed(step);
   toka_run_layers(step.layers, step.num_layers, step.forward, step.num_rows, step.cos_sin, step.num_tables,
-                  step.row_adapters, step.hidden);
+                  step.row_adapters, step.segments, step.hidden);
   toka_multiply(step.head, step.hidden, step.head->in_size, step.num_rows, &step.final_norm, step.logit_scale,
                 step.logit_softcap, nullptr, nullptr, step.logits);
   toka_sample(step.activation_type, step.logits, step.num_rows, step.head->out_size, step.sampling_params,
