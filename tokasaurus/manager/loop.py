@@ -286,6 +286,8 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
         no_routed_experts=limits[0].no_routed_experts,
         no_adapters=limits[0].no_adapters,
         windows=limits[0].windows,
+        num_snapshots=min(one.num_snapshots for one in limits),
+        max_seqs=min((one.max_seqs for one in limits if one.max_seqs is not None), default=None),
     )
 
 

@@ -165,6 +165,8 @@ class EngineLimits:
     num_snapshots: int = 0
     """Snapshots of the states of layers for which there is memory, beside the states of running sequences; 0: no layer
     has a state."""
+    max_seqs: int | None = None
+    """Sequences for whose states there is memory; None: as many as max_seqs_per_forward= allows."""
 
     @property
     def blocks_per_page(self) -> int:

@@ -94,7 +94,8 @@ class EngineOptions:
     @property
     def num_slots(self) -> int:
         """Most sequences running at once: each decoding sequence needs a row and a token in every step."""
-        return min(self.config.max_seqs_per_forward, self.config.max_tokens_per_forward)
+        most = min(self.config.max_seqs_per_forward, self.config.max_tokens_per_forward)
+        return most if self.limits.max_seqs is None else min(most, self.limits.max_seqs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class StateRows:
         self._sizes = [spec.num_numbers(tp_size) for spec in specs]
         self._memory: list[Tensor] = []
         """Of each layer, float32 [rows, numbers]."""
+        self._num_rows, self._device = 0, torch.device("cpu")
         self._mixes: list[Mixes] = []
         self._placed: PackedLayers | None = None
         self.segments: Segments | None = None
@@ -104,8 +105,28 @@ class StateRows:
 
     def allocate(self, num_rows: int, device: torch.device) -> None:
         """Rows of zeros, in place of those there were."""
+        self._num_rows, self._device = num_rows, device
+        self.give_back()
+        self.take_again()
+
+    def give_back(self) -> None:
+        """Free the rows. `take_again` must come before the next forward."""
         self._memory, self._placed = [], None
-        self._memory = [torch.zeros((num_rows, size), dtype=torch.float32, device=device) for size in self._sizes]
+
+    def take_again(self) -> None:
+        """As many rows as before, of zeros. Raises RuntimeError if there is no memory."""
+        size = self._num_rows
+        self._memory = [torch.zeros((size, n), dtype=torch.float32, device=self._device) for n in self._sizes]
+
+    def begin(self, segments: Segments) -> list[Tensor]:
+        """Take the segments of the next forward, and copy all states: for forwards that are computed again."""
+        self.segments = segments
+        return [memory.clone() for memory in self._memory]
+
+    def restore(self, copies: list[Tensor]) -> None:
+        """As they were at `begin`."""
+        for memory, copy in zip(self._memory, copies, strict=True):
+            memory.copy_(copy)
 
     def __len__(self) -> int:
         """Layers with states."""

@@ -61,12 +61,14 @@ from tokasaurus.model.worker.load_model import choose_gemms, has_gemm_choice, lo
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory import (
     dtype_name,
+    free_cpu_bytes,
     graph_bytes,
     group_graph_bytes,
     groups_of,
     largest_forward,
     reserve,
     size_kv_cache,
+    size_states,
 )
 from tokasaurus.model.worker.memory_plan import (
     ADAPTERS,
@@ -90,7 +92,7 @@ from tokasaurus.model.worker.weight_update import WeightUpdates
 from tokasaurus.monitoring.memory_nodes import Place
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 from tokasaurus.monitoring.trace import Trace
-from tokasaurus.workers import max_adapter_rank, num_adapters
+from tokasaurus.workers import max_adapter_rank, num_adapters, num_workers
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -185,6 +187,7 @@ def loading() -> list[Phase]:
         Phase("attention", choose_attention, (WORKSPACES,), when=lambda start: start.on_cuda),
         Phase("", choose_attention, when=lambda start: not start.on_cuda),
         Phase("Triton kernels", check_triton, when=lambda start: groups_in_use(start.device, "sampling", "layers")),
+        Phase("states", plan_states, when=lambda start: start.info.spec.has_states),
         Phase("", make_slots, (SLOTS,)),
         Phase("adapters", take_adapters, (ADAPTERS,), when=lambda start: num_adapters(start.config)),
         Phase("", link_stages, (STAGES,), when=lambda start: start.mesh.pp_size > 1),
@@ -301,6 +304,8 @@ def _ready(start: Start) -> StartedWorker:
         no_routed_experts=refusal,
         no_adapters=_no_adapters(start),
         windows=windows,
+        num_snapshots=0 if start.states is None else start.states.num_snapshots,
+        max_seqs=None if start.states is None else start.states.max_seqs,
     )
     # Not earlier: it touches the cache, and the measurements of the start need an idle machine.
     sleeper = Sleeper(
@@ -384,9 +389,19 @@ def make_slots(start: Start) -> str:
     """The table of slots, and the trace of their steps."""
     config, mesh = start.config, start.mesh
     max_blocks = -(-start.limits.context_length // config.page_size)
-    start.slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), start.device)
+    start.slots = SlotTable(SlotTableSize(start.limits.max_seqs + 1, max_blocks), start.device)
     start.trace = Trace.of(config, mesh.name(PROCESS), start.index // mesh.num_ranks, row=1 + mesh.world_rank)
     return ""
+
+
+def plan_states(start: Start) -> str:
+    """Memory for states bounds how many sequences may run. Raises UserError."""
+    config, mesh = start.config, start.mesh
+    available, _ = free_cpu_bytes(num_workers(config), None)
+    plan = size_states(config, start.info, mesh, start.least(available >> 20) << 20)
+    start.states = plan
+    start.limits = replace(start.limits, max_seqs=plan.max_seqs)
+    return plan.arithmetic
 
 
 def link_stages(start: Start) -> str:
@@ -442,12 +457,15 @@ def allocate_kv_cache(start: Start) -> str:
     config, backend, memory = start.config, start.backend, start.memory
     if memory.forward_bound is None:  # which counts what experts keep
         start.model.reserve_experts(start.limits.max_tokens)
+    if start.states is not None:
+        start.runner.allocate_states(start.states.num_snapshots)
     start.slots.rules.allocate(config.page_size)  # the padding block: the first forwards write to no other
     plan = size_kv_cache(
-        *(config, start.info.num_layers, start.shape, backend, memory),
+        *(config, len(start.info.spec.attentions), start.shape, backend, memory),
         run_largest=partial(_run_largest, start),
         measure_graphs=partial(_graph_bytes, start),
         place=start.place,
+        states=start.states,
     )
     # No rank takes memory for blocks that another one lacks.
     num_blocks = start.num_blocks = start.least(plan.num_blocks)

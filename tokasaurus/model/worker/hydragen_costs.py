@@ -92,7 +92,7 @@ def measure_prefix_groups(start: Start) -> str:
     shape, num_blocks = start.shape, start.num_blocks
     costs = find_costs(start.backend, shape, num_blocks, start.config.max_seqs_per_forward, start.kernels)
     details = [describe_savings(costs)]
-    trial = start.runner, start.backend, shape, num_blocks, start.limits, start.info.num_layers
+    trial = start.runner, start.backend, shape, num_blocks, start.limits, len(start.info.spec.attentions)
     start.hydragen = with_step_price(costs, *trial, details)
     return ", ".join(details)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tokasaurus.checkpoint import CheckpointError, file_states, weight_files
 from tokasaurus.checkpoint.block_types import why_dequantised
+from tokasaurus.checkpoint.spec import attentions_of
 from tokasaurus.messages.status import FlagRefused, UserError
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES
 from tokasaurus.model.cpu.gemm_choice import choose_gemm
@@ -41,8 +43,8 @@ def choose_gemms(start: Start) -> str:
 def make_model(start: Start) -> str:
     """This rank's part of the model, on the meta device. Raises UserError."""
     arguments = start.info, start.mesh, start.dtype
-    if start.info.spec.has_states:
-        raise UserError(_why_no_states(start))
+    if start.info.spec.has_states and (reason := _why_no_states(start)):
+        raise UserError(f"{start.info.family}: {reason}")
     try:
         if start.info.is_native:
             start.model = build_decoder(*arguments)
@@ -56,12 +58,16 @@ def make_model(start: Start) -> str:
 
 
 def _why_no_states(start: Start) -> str:
-    """Why a model whose layers have states is not served."""
+    """Why a model whose layers have states is not served; "" if it is."""
     if start.device.type != "cpu":
         return "layers with states have no kernels for GPUs yet"
     if start.info.quantization is not None:
         return "layers with states have no quantised weights yet"
-    return f"{start.info.family}: the scheduler keeps no states of layers yet"
+    info, mesh = start.info, start.mesh
+    for stage in (replace(mesh, pp_rank=rank) for rank in range(mesh.pp_size)):
+        if not attentions_of(info.spec.layers[index] for index in stage.stage_layers(info)):
+            return f"pp_size={mesh.pp_size} leaves a stage without a layer with attention; use fewer"
+    return ""
 
 
 def load_model(start: Start) -> str:

@@ -21,6 +21,7 @@ from tokasaurus.model.buffer_sizes import (
     LOGPROBS_AT_ONCE,
     num_mask_words,
     places_of,
+    state_bytes,
     window_groups,
 )
 from tokasaurus.model.cpu.bindings import allocate_huge_pages
@@ -326,6 +327,47 @@ def _in_tokens(num_blocks: int, page_size: int, num_groups: int) -> str:
     return f", for {num_groups} groups of layers = {num_tokens:,} tokens, more where windows give blocks back"
 
 
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """The states for which a worker has memory: as many on all ranks."""
+
+    max_seqs: int
+    """Of running sequences."""
+    num_snapshots: int
+    """Kept for prompts to come; 0 if no layer has a state."""
+    num_bytes: int
+    """On all workers that share the available memory, together."""
+    arithmetic: str
+    """One line for the user."""
+
+
+def size_states(config: ServerConfig, info: ModelInfo, mesh: Mesh, available_bytes: int) -> StatePlan:
+    """As many snapshots as running sequences, as far as both fit into half of what the KV cache may take with its
+    defaults; else one in _STATES_PER_SNAPSHOT is a snapshot's.
+
+    available_bytes: to all workers that share the memory. Raises UserError if not even one sequence's fit."""
+    own = state_bytes((info.spec.layers[index] for index in mesh.stage_layers(info)), mesh.tp_size)
+    total = state_bytes(info.spec.layers, mesh.tp_size) * mesh.tp_size * num_replicas(config)
+    wanted, budget = config.max_seqs_per_forward, int(available_bytes * CPU_FRACTION / 2)
+    most = budget // total - 1  # the padding slot has one
+    num_snapshots = wanted if most >= 2 * wanted else max(1, most // _STATES_PER_SNAPSHOT)
+    max_seqs = min(wanted, most - num_snapshots)
+    if max_seqs < 1:
+        raise UserError(
+            f"{show_size(budget)} of memory is too little for the states of a sequence and of a prompt,"
+            f" {show_size(total)} each; it is half of {CPU_FRACTION:g} of {show_size(available_bytes)} available"
+        )
+    num_states = max_seqs + num_snapshots
+    return StatePlan(
+        *(max_seqs, num_snapshots, (num_states + 1) * total),
+        f"states of {max_seqs:,} sequences and {num_snapshots:,} prompts x {show_size(own)} ="
+        f" {show_size(num_states * own)}",
+    )
+
+
+_STATES_PER_SNAPSHOT = 4
+
+
 def size_kv_cache(
     config: ServerConfig,
     num_layers: int,
@@ -335,12 +377,14 @@ def size_kv_cache(
     run_largest: Callable[[], object],
     measure_graphs: Callable[[], int],
     place: Place | None = None,
+    states: StatePlan | None = None,
 ) -> KVCachePlan:
     """The size that kv_cache_num_tokens sets, else a fraction of what the table's other parts leave of the free memory.
 
-    num_layers: of all stages. run_largest: runs the largest forward. measure_graphs: records some graphs, and returns
-    the bytes that all will take; both are called with a KV cache of the padding block alone, on CUDA, and noted in the
-    table. place: of this replica. Raises UserError if memory does not suffice.
+    num_layers: with attention, of all stages. run_largest: runs the largest forward. measure_graphs: records some
+    graphs, and returns the bytes that all will take; both are called with a KV cache of the padding block alone, on
+    CUDA, and noted in the table. place: of this replica. states: whose memory is not taken yet. Raises UserError if
+    memory does not suffice.
     """
     own, num_groups = shape.bytes_per_block, 1 + shape.num_groups
     if shape.device.type == "cpu":
@@ -350,7 +394,9 @@ def size_kv_cache(
         near_bytes = None
         if place is not None and config.kv_cache_num_tokens is None:  # what the user asks for may lie elsewhere too
             near_bytes = place.num_bytes // (config.pp_size * config.tp_size)
-        available, what = _free_cpu_bytes(workers, memory.forward_bound, near_bytes)
+        available, what = free_cpu_bytes(workers, memory.forward_bound, near_bytes)
+        if states is not None:
+            available, what = max(0, available - states.num_bytes), f"{what}, without states"
         fraction = CPU_FRACTION
     else:
         block = BlockBytes(own, own)
@@ -364,7 +410,7 @@ def size_kv_cache(
     return plan_auto(available, what, fraction, config.page_size, block, num_groups)
 
 
-def _free_cpu_bytes(num_workers: int, forward: ForwardMemory | None, near_bytes: int | None = None) -> tuple[int, str]:
+def free_cpu_bytes(num_workers: int, forward: ForwardMemory | None, near_bytes: int | None = None) -> tuple[int, str]:
     """What num_workers may use together beside their largest forwards, at least 0; and what that is, for the user.
 
     near_bytes: memory near to each worker, if only that counts."""

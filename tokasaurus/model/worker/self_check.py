@@ -44,6 +44,7 @@ from tokasaurus.model.decoder.adapters import ModelAdapters
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.model import LayerExecutor, Model
+from tokasaurus.model.decoder.state_rows import ZEROS, Segments
 from tokasaurus.model.execution.executors import ModuleExecutor
 from tokasaurus.model.execution.runner import ComputedStep, ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
@@ -278,6 +279,17 @@ class SmallForward:
             ]
         )
 
+    @property
+    def segments(self) -> Segments:
+        """Of layers with states, where each context has a row of its own."""
+        counts = np.array([context.num_rows for context in self.contexts], np.int32)
+        begins = np.array([context.num_rows == context.num_tokens for context in self.contexts])
+        targets = np.arange(1, 1 + len(counts), dtype=np.int32)
+        num_decode = int(np.argmax(np.append((counts > 1) | begins, True)))
+        chains = np.arange(len(counts) + 1, dtype=np.int32)
+        sources = np.where(begins, np.int32(ZEROS), targets)
+        return Segments(num_decode, np.cumsum(counts, dtype=np.int32) - counts, counts, sources, targets, chains)
+
     def planned(
         self, backend: AttentionBackend, shape: KVShape, num_padding: int = 0
     ) -> tuple[PagedLayout, Tensor, Attends]:
@@ -491,7 +503,7 @@ def measure_layers(
 ) -> Iterator[Measured]:
     """The executor of all layers against modules that are not compiled, for three forwards of the same sequences: their
     prompts, a mixed step, a decode step; the LM head too if there is a compiler. Replaces the backend's cache by one of
-    a few blocks. All ranks of a stage must call it.
+    a few blocks, and the memory of states by a few rows. All ranks of a stage must call it.
 
     token_multiple: of the tokens of each forward. num_positions: of the longest sequence."""
     modules, dtype = ModuleExecutor(model) if isinstance(model, Decoder) else executor, model.activation_dtype
@@ -499,15 +511,20 @@ def measure_layers(
     num_blocks, forwards = _layer_forwards(shape.page_size)
     with torch.inference_mode(False):  # as a start allocates it: compiled layers are made for such a cache
         allocate_apart(backend, shape, num_blocks)
+        if model.states is not None:
+            model.states.allocate(1 + len(_PROMPTS), shape.device)
     for seed, forward in enumerate(forwards):
         num_rows = len(forward.positions)
         padding = padded_count(num_rows, token_multiple) - num_rows
         layout, positions, attends = forward.planned(backend, shape, padding)
         positions %= num_positions
         hidden, token_ids = first_hidden(num_rows + padding, model, seed), torch.zeros_like(positions)
+        before = None if model.states is None else model.states.begin(forward.segments)
         found, results = model(token_ids, _copy(hidden), positions, executor, attends)[:num_rows], list[Tensor]()
         for entering in (perturbed_rows(hidden), hidden):  # last: what it stores in the cache, the next forward reads
             backend.plan(layout)
+            if model.states is not None and before is not None:
+                model.states.restore(before)
             with paused():
                 results.append(model(token_ids, _copy(entering), positions, modules, attends)[:num_rows])
         perturbed, expected = results

@@ -15,6 +15,7 @@ from tokasaurus.messages.commands import UpdateWeights
 from tokasaurus.messages.status import first_line
 from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.decoder.model import Model
+from tokasaurus.model.decoder.state_rows import StateRows
 from tokasaurus.model.decoder.weights import return_freed_memory
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.collectives import least_of_ranks
@@ -67,7 +68,8 @@ class Sleeper:
                 if self._runner is not None and self._runner.graph_sizes:
                     self._runner.drop_graphs()
                     self._dropped_graphs = True
-                self._backend.give_back()
+                for owner in self._caches():
+                    owner.give_back()
                 self._has_cache = False
             if with_weights and self._has_weight_memory:
                 self._model.give_back()
@@ -95,8 +97,9 @@ class Sleeper:
                 return f"the weights cannot be read again: {error}"
             self._has_weight_memory = True
         if not self._has_cache:
-            if error := self._take(self._backend):
-                return error
+            for owner in self._caches():
+                if error := self._take(owner):
+                    return error
             self._has_cache = True
             self._record_again()
             self._touch()
@@ -111,7 +114,11 @@ class Sleeper:
         self._has_weights |= not error
         return error
 
-    def _take(self, owner: Model | AttentionBackend) -> str:
+    def _caches(self) -> list[AttentionBackend | StateRows]:
+        """What keeps something of sequences."""
+        return [self._backend, *([] if self._model.states is None else [self._model.states])]
+
+    def _take(self, owner: Model | AttentionBackend | StateRows) -> str:
         """Let it take its memory again, on all ranks or on none; returns why it cannot, in one line, or ""."""
         error = self._on_all_ranks(owner.take_again)
         if error:

@@ -25,7 +25,7 @@ from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.parallel.collectives import least_of_ranks
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import StageLinks
-from tokasaurus.model.worker.memory import MemoryTable
+from tokasaurus.model.worker.memory import MemoryTable, StatePlan
 from tokasaurus.model.worker.self_check import Checks
 from tokasaurus.model.worker.warmup import ForwardLimits, WarmUpTimes
 from tokasaurus.model.worker.weight_update import WeightUpdates
@@ -127,7 +127,9 @@ class Start:
     """Tokens of the larger steps to record, largest first."""
     group_sizes: list[int] = field(init=False)
     """Some of graph_sizes: decode steps to record with prefix groups too, largest first."""
-    # KV cache and warm-up
+    # states, KV cache and warm-up
+    states: StatePlan | None = None
+    """None if no layer has a state."""
     updates: WeightUpdates = field(init=False)
     num_blocks: int = field(init=False)
     """Usable ones, the same on all ranks."""

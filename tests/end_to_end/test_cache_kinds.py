@@ -1,4 +1,4 @@
-"""Servers whose layers with windows give blocks back, against transformers' logits over whole sequences."""
+"""Servers whose layers have windows or states, against transformers' logits over whole sequences."""
 
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from tests.end_to_end.helpers.toka_process import running_toka
 from tests.helpers.examples import few
 from tests.helpers.tiny_model import VOCAB_SIZE, option_config, save_random_model
 from tokasaurus import LLM, Sampling
+from tokasaurus.checkpoint.families.states import FAMILIES as FAMILIES_WITH_STATES
 from tokasaurus.library.results import Result
 
 WINDOW, NEW_TOKENS = 40, 48
@@ -25,6 +26,11 @@ SAMPLING = Sampling(n=3, temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, 
 
 
 def save_model(family: str, directory: Path) -> PreTrainedModel:
+    if family in FAMILIES_WITH_STATES:
+        sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 1024}
+        if family.startswith("qwen"):  # a stage of two layers has one with attention
+            sizes["layer_types"] = ["linear_attention", "full_attention"] * 2
+        return save_random_model(directory, option_config(family, 0, **sizes))
     window = "attention_chunk_size" if family == "llama4_text" else "sliding_window"
     sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 8, window: WINDOW, "max_position_embeddings": 1024}
     return save_random_model(directory, option_config(family, 0, **sizes))
@@ -52,17 +58,23 @@ def assert_as_transformers(model: PreTrainedModel, prompts: list[list[int]], res
 
 
 @few(
-    3,
+    5,
     ("family", "flags"),
     [
         ("gemma3_text", {"max_tokens_per_forward": 64, "kv_cache_num_tokens": 8192, **GROUPS}),
         ("gpt_oss", {"max_tokens_per_forward": 64, **SMALL}),
+        ("qwen3_next", {"max_tokens_per_forward": 64, "kv_cache_num_tokens": 8192, **GROUPS}),
+        ("qwen3_5_text", {"max_tokens_per_forward": 64, **SMALL}),
         ("llama4_text", {"max_tokens_per_forward": 50, "kv_cache_num_tokens": 1600}),
         ("gemma3_text", {"max_tokens_per_forward": 70, "kv_cache_num_tokens": 1600, "attention_backend": "torch"}),
         ("gemma3_text", {"max_tokens_per_forward": 64, "pp_size": 2, **SMALL}),
         ("cohere2", {"max_tokens_per_forward": 37, "tp_size": 2, **SMALL}),
         ("gemma2", {"max_tokens_per_forward": 1024, "kv_cache_num_tokens": 1200, "torch_compile": True}),
         ("olmo3", {"max_tokens_per_forward": 19, "kv_cache_num_tokens": 1200, "dp_size": 2}),
+        ("lfm2", {"max_tokens_per_forward": 50, "attention_backend": "torch", "dp_size": 2, **SMALL}),
+        ("qwen3_5_text", {"max_tokens_per_forward": 37, "kv_cache_num_tokens": 1600, "pp_size": 2}),
+        ("lfm2", {"max_tokens_per_forward": 19, "kv_cache_num_tokens": 1200, "tp_size": 2}),
+        ("qwen3_next", {"max_tokens_per_forward": 1024, "kv_cache_num_tokens": 1200, "torch_compile": True}),
     ],
 )
 def test_answers_equal_transformers(family: str, flags: dict[str, Any], tmp_path: Path) -> None:
