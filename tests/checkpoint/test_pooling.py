@@ -8,6 +8,8 @@ import pytest
 
 from tests.helpers.pooling_models import PROMPTS, save_classifier, save_embedding_model, save_reward_model
 from tests.helpers.tiny_model import save_tiny_model
+from tests.model.by_transformers.helpers.tiny_classes import save_tiny_model as save_class
+from tests.model.by_transformers.helpers.tiny_classes import tiny_config
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.pooling import PoolingInfo
 from tokasaurus.checkpoint.resolve import resolve_checkpoint
@@ -42,6 +44,12 @@ def test_without_them_a_model_without_head_has_its_last_token_normalised(tmp_pat
     save_embedding_model(directory, "llama", "mean", normalizes=False)
     (directory / "modules.json").unlink()
     assert read(directory).pooling == PoolingInfo("embed", size=64, normalizes=True)
+
+
+def test_a_class_of_older_models_has_an_lm_head(tmp_path: Path) -> None:
+    save_class(tmp_path, tiny_config("gpt2"))
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    assert read_model_info(tmp_path).pooling is None
 
 
 def test_a_causal_model_generates_unless_the_flag_or_a_file_says_otherwise(tmp_path: Path) -> None:

@@ -134,12 +134,19 @@ def _name_of(config: Mapping[str, Any]) -> str:
 
 
 def _ending_of(config: Mapping[str, Any]) -> str:
-    return next((ending for ending in _ENDINGS if _name_of(config).endswith(ending)), "ForCausalLM")
+    return _known_ending(_name_of(config)) or "ForCausalLM"
+
+
+def _known_ending(architecture: str) -> str:
+    """Older classes with an LM head are GPT2LMHeadModel and XLMWithLMHeadModel."""
+    if architecture.endswith("LMHeadModel"):
+        return ""
+    return next((ending for ending in _ENDINGS if architecture.endswith(ending)), "")
 
 
 def generating_name(architecture: str) -> str:
     """The class with an LM head of the model that this class has the layers of."""
-    ending = next((ending for ending in _ENDINGS if architecture.endswith(ending)), "")
+    ending = _known_ending(architecture)
     return architecture.removesuffix(ending) + "ForCausalLM" if ending else architecture
 
 
