@@ -285,6 +285,20 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {**_MAMBA, "attn_layer_indices": [1, 3]},
         {**_MAMBA, "attn_layer_indices": [0], "mamba_n_groups": 2, "attention_bias": True, "mlp_bias": True},
     ],
+    "falcon_h1": [
+        {
+            **{**_MAMBA, "mamba_d_ssm": 128, "num_hidden_layers": 3, "embedding_multiplier": 3.0},
+            **{"lm_head_multiplier": 0.5, "key_multiplier": 0.7, "attention_out_multiplier": 1.3},
+            **{"attention_in_multiplier": 0.8, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.6},
+            **{"mlp_multipliers": [0.9, 1.1], "ssm_multipliers": [0.5, 1.5, 0.8, 1.25, 0.7]},
+        },
+        {
+            **{**_MAMBA, "mamba_d_ssm": 128, "num_hidden_layers": 3, "mamba_n_groups": 2, "mamba_rms_norm": True},
+            **{"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True},
+            **{"key_multiplier": 0.7, "attention_out_multiplier": 1.3, "ssm_in_multiplier": 1.2},
+            **{"ssm_out_multiplier": 0.6, "mlp_multipliers": [0.9, 1.1], "ssm_multipliers": [0.5, 1.5, 0.8, 1.25, 0.7]},
+        },
+    ],
     "lfm2_moe": [
         {**_EXPERTS, "num_hidden_layers": 4, "layer_types": _CONVOLVED, "num_dense_layers": 1},
         {

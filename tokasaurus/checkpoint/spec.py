@@ -336,6 +336,8 @@ class LayerSpec:
     """Factor of what attention and MLP add."""
     state: StateSpec | None = None
     """Of the layer's state; its output is added as attention's is."""
+    weight_factors: tuple[tuple[str, float], ...] = ()
+    """What tensors are multiplied by while they are loaded, by names such as "self_attn.q_proj.weight"."""
 
     @property
     def has_out_gate(self) -> bool:

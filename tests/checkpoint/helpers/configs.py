@@ -22,6 +22,7 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "lfm2": {"full_attn_idxs": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "falcon_h1": {"mamba_d_ssm": 128},
     "bamba": {"attn_layer_indices": [1]},
 }
 

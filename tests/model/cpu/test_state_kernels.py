@@ -25,7 +25,7 @@ SPECS: list[StateSpec] = [
     ShortConvSpec(width=640, conv_size=5, has_bias=True),
     MAMBA,
     replace(MAMBA, num_groups=1, head_dim=64, state_size=128, has_conv_bias=False, scales=(0.5, 2.0, 0.7, 1.5, 3.0)),
-    replace(MAMBA, has_norm=False),
+    replace(MAMBA, has_norm=False, scales=(0.5, 2.0, 0.7, 1.5, 3.0)),
     replace(MAMBA, norm_before_gate=True, head_dim=7),
 ]
 NUM_ROWS = 9

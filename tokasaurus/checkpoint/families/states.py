@@ -1,5 +1,5 @@
 """Families most of whose layers have a state of fixed size in place of keys and values: Qwen 3 Next and 3.5, LFM 2,
-Granite 4, Bamba."""
+Granite 4, Bamba; and Falcon H1, whose layers have both."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -147,6 +147,8 @@ def _mamba2(config: Settings, out_bias: str = "mamba_proj_bias") -> Mamba2Spec:
     if config.mlp().activation != "silu":
         raise CheckpointError(f"hidden_act {config.fields['hidden_act']!r} is not supported, only 'silu'")
     num_heads, expanded = _size(config, "mamba_n_heads", _MAX_HEADS), _size(config, "mamba_expand") * config.hidden_size
+    if config.fields.get("mamba_d_ssm") is not None:
+        expanded = _size(config, "mamba_d_ssm", 1 << 24)
     if config.fields["mamba_d_head"] == "auto":
         config.fields["mamba_d_head"] = expanded // num_heads
     head_dim, num_groups = _size(config, "mamba_d_head"), _size(config, "mamba_n_groups", _MAX_HEADS)
@@ -211,6 +213,44 @@ def _bamba(config: Settings) -> ModelSpec:
     return config.model(layers, norm)
 
 
+def _falcon_h1(config: Settings) -> ModelSpec:
+    bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
+    norm, attention = config.norm(), config.attention(has_qkv_bias=bias, has_out_bias=bias)
+    gate, x, b, c, step = _factors(config, "ssm_multipliers", 5)
+    state = replace(
+        _mamba2(config, "projectors_bias"),
+        has_norm=config.flag("mamba_rms_norm"),
+        norm_before_gate=config.flag("mamba_norm_before_gate"),
+        scales=(gate, x, b, c, step),
+    )
+    of_gate, of_down = _factors(config, "mlp_multipliers", 2)
+    into, into_state, of_key = (config.number(f"{name}_multiplier") for name in ("attention_in", "ssm_in", "key"))
+    out, out_of_state = config.number("attention_out_multiplier"), config.number("ssm_out_multiplier")
+    factors = {
+        **{f"self_attn.{name}_proj.weight": into for name in "qv"},
+        **{"self_attn.k_proj.weight": into * of_key, "self_attn.k_proj.bias": of_key},
+        **{f"state.{name}_proj.weight": into_state for name in ("z", "x", "b", "c", "dt")},
+    }
+    both = ("self_attn.o_proj", out), ("state.out_proj", out_of_state), ("mlp.gate_proj", of_gate)
+    for module, factor in (*both, ("mlp.down_proj", of_down)):
+        factors |= {f"{module}.weight": factor, f"{module}.bias": factor}
+    own = tuple((name, factor) for name, factor in factors.items() if factor != 1)
+    layer = LayerSpec(attention, config.mlp(has_bias=mlp_bias), norm, norm, state=state, weight_factors=own)
+    scales = config.number("embedding_multiplier"), config.number("lm_head_multiplier")
+    layers = [layer] * config.num_layers
+    return config.model(layers, norm, embedding_scale=scales[0], logit_scale=scales[1])
+
+
+def _factors(config: Settings, name: str, count: int) -> list[float]:
+    """Of a list of numbers; 1 if it is absent."""
+    values = config.fields.get(name)
+    if values is None:
+        return [1.0] * count
+    if not isinstance(values, list) or len(values) != count or any(type(each) not in (int, float) for each in values):
+        raise CheckpointError(f"{name} must be {count} numbers, not {values!r}")
+    return [float(each) for each in values]
+
+
 _MAMBA_KEYS = (
     *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
     *("mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "attention_bias"),
@@ -219,6 +259,10 @@ _MAMBA_DEFAULTS: dict[str, Any] = {
     **{"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4},
     **{"mamba_expand": 2, "mamba_conv_bias": True, "time_step_limit": (0.0, math.inf)},
 }
+_FALCON_FACTORS = tuple(
+    f"{name}_multiplier"
+    for name in ("lm_head", "embedding", "key", "attention_out", "attention_in", "ssm_in", "ssm_out")
+)
 _OF_MAMBA = {
     **{f"state.{name}": f"mamba.{name}" for name in ("out_proj", "norm")},
     **{"state.conv": "mamba.conv1d", "state": "mamba"},
@@ -368,6 +412,28 @@ FAMILIES = {
         ),
         is_kv_heads_optional=True,
         has_partial_rotary=True,
+    ),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM",
+        _falcon_h1,
+        applied=(
+            *(*_MAMBA_KEYS, *_FALCON_FACTORS, "mlp_multipliers", "ssm_multipliers", "mamba_d_ssm", "mamba_rms_norm"),
+            *("mamba_norm_before_gate", "projectors_bias", "mlp_bias"),
+        ),
+        without_effect=("mamba_chunk_size", "num_logits_to_keep", "layer_types", "layers_block_type"),
+        defaults={
+            **{**_MAMBA_DEFAULTS, **dict.fromkeys(_FALCON_FACTORS, 1.0), "rms_norm_eps": 1e-5},
+            **{"mamba_d_ssm": 1024, "mamba_norm_before_gate": True, "num_key_value_heads": 8},
+            "max_position_embeddings": 8192,
+        },
+        stored=StoredTensors(
+            {
+                **{**_OF_MAMBA, "post_attention_layernorm": "pre_ff_layernorm", "model.norm": "model.final_layernorm"},
+                **{f"mlp.{name}_proj": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+            },
+            fused=_IN_MAMBA,
+        ),
+        is_kv_heads_optional=True,
     ),
     "lfm2_moe": Family(
         "Lfm2MoeForCausalLM",

@@ -61,6 +61,7 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
     if name in stored.by_head and part:
         by_head, part = _by_head(shard, stored, info.spec.layers[layer], name, before)
         order = by_head if order is None else by_head[order]
+    factor = dict(info.spec.layers[layer].weight_factors).get(f"{module}.{kind}", 1.0)
     kind = stored.choice_bias if module == "mlp.choice" else kind
     is_norm = len(shard.shape) == 1 and "_proj" not in module and kind == "weight" and module != "state.norm"
     return replace(
@@ -69,6 +70,8 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
         shape=shape,
         shard=part,
         order=order,
+        factor=factor,
+        take_blocks=shard.take_blocks if factor == 1 else None,
         added=1.0 if stored.adds_one and is_norm else 0.0,
         is_flattened=shard.is_flattened or (shape != shard.shape and len(shape) != len(shard.shape)),
     )

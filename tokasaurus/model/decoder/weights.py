@@ -46,6 +46,9 @@ class WeightShard:
     order: Tensor | None = None
     """int64, on the host: which of the stored shard's rows each of the target's is; None: the same."""
 
+    factor: float = 1.0
+    """What each stored number is multiplied by."""
+
     added: float = 0.0
     """What is added to each stored number."""
 
@@ -69,12 +72,12 @@ class WeightShard:
             data = data.flatten()
         if self.order is not None:
             data = data[self.order]
-        return data.float() + self.added if self.added else data
+        return data.float() * self.factor + self.added if self.added or self.factor != 1 else data
 
     @property
     def is_rearranged(self) -> bool:
         is_reshaped = self.is_flattened or self.is_stacked or self.is_transposed
-        return self.order is not None or self.added != 0 or is_reshaped
+        return self.order is not None or self.added != 0 or self.factor != 1 or is_reshaped
 
 
 def whole(source: str, target: Tensor, write: Callable[[Tensor], None]) -> WeightShard:

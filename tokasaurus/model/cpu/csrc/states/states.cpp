@@ -108,11 +108,13 @@ void convolve(const StateLayer& layer, const Places& places, const StateSegments
   if (const int32_t source = segments.sources[begin]; source >= 0)
     for (int64_t tap = 0; tap + 1 < size; ++tap)
       window[tap] = load_some(memory + source * layer.row_size + offset + tap * channels, count);
-  const bool is_mamba = layer.kind == kMamba2;
-  const float scale = !is_mamba              ? 1
-                      : first < places.key   ? layer.scales[1]
-                      : first < places.query ? layer.scales[2]
-                                             : layer.scales[3];
+  float scales[kLanes];  // a vector may have channels of several parts
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int64_t channel = first + lane;
+    const int part = channel < places.key ? 1 : channel < places.query ? 2 : 3;
+    scales[lane] = layer.kind == kMamba2 ? layer.scales[part] : 1;
+  }
+  const Floats scale = load(scales);
   for (int32_t segment = begin; segment < end; ++segment) {
     const int64_t start = segments.starts[segment], stop = start + segments.num_tokens[segment];
     for (int64_t token = start; token < stop; ++token) {
