@@ -394,6 +394,7 @@ class EngineStats:
     num_running_background: int = 0
     """Running sequences of background requests; `num_running` counts them too."""
     num_kv_blocks_of_windows: int = 0
+    num_snapshots_used: int = 0
     """The part of num_kv_blocks_used in which layers with windows keep tokens."""
     num_kv_blocks_cached: int = 0
     """Blocks of cached prefixes that no sequence references: they stay until their memory is needed."""

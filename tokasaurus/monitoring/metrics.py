@@ -47,6 +47,11 @@ _GAUGES = [
         "The part of toka_kv_blocks_used that layers with windows use: blocks of their own, which are given back.",
     ),
     (
+        "toka_state_snapshots",
+        "num_snapshots_used",
+        "Snapshots of layers' states that are kept for prompts to come; their number is fixed at the start.",
+    ),
+    (
         "toka_kv_blocks_cached",
         "num_kv_blocks_cached",
         "KV blocks of cached prefixes that no sequence uses; they stay until their memory is needed. The "

@@ -311,6 +311,7 @@ class EngineState:
             num_running_background=self.slots.num_background,
             num_kv_blocks_cached=self.blocks.num_available - self.blocks.num_free,
             num_kv_blocks_of_windows=self.blocks.num_held_by_windows,
+            num_snapshots_used=0 if self.blocks.snapshots is None else self.blocks.snapshots.num_used,
             total_kv_blocks_evicted=self.blocks.tree.num_evicted_blocks,
             manager_cpu_seconds=manager_cpu_seconds,
             total_asked_prompt_tokens=tokens.asked,
