@@ -88,6 +88,13 @@ def test_layers_with_experts_are_compiled(family: str, tmp_path: Path) -> None:
     assert_equals_oracle(tmp_path, oracle, "cpu", 0)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "falcon_h1"])
+def test_layers_with_states_are_compiled(family: str, tmp_path: Path) -> None:
+    """In place of attention, with gates of what is attended, and beside it."""
+    oracle = save_random_model(tmp_path, option_config(family, 0))
+    assert_equals_oracle(tmp_path, oracle, "cpu", 0)
+
+
 def assert_equals_oracle(directory: Path, oracle: PreTrainedModel, backend: str, seed: int) -> None:
     """Tokens and log-probabilities in mixed batches, without a recompile."""
     runner, compiler = compiled_runner(directory, backend)
