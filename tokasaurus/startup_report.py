@@ -32,6 +32,15 @@ _DETAIL_COLUMN = 41
 _HINT_COLUMN = 7
 """Where what is said about a server that is ready begins."""
 
+_TEXT = '{"input": "Hello"}'
+_EXAMPLES = {
+    "embed": ("/v1/embeddings", _TEXT),
+    "score": ("/v1/rerank", '{"query": "What do whales eat?", "documents": ["Krill", "Berlin"]}'),
+    "classify": ("/classify", _TEXT),
+    "reward": ("/classify", _TEXT),
+}
+"""By the flag task: a path, and a body for it."""
+
 
 def _start_of_process() -> float:
     """Approximate start of this process by time.perf_counter(), from its CPU time: it has hardly waited so far."""
@@ -67,6 +76,8 @@ class StartupReport:
     """Every phase gets a line; otherwise only phases that say what is served, or take long."""
     started: float = field(default_factory=_start_of_process)
     num_replicas: int = 1
+    task: str = "generate"
+    """As of the flag."""
     limits: EngineLimits | None = None
     is_server_up: bool = False
     is_ready: bool = False
@@ -216,6 +227,11 @@ class StartupReport:
         if not address.startswith("unix:"):
             self.show_line(f"page:  {address}/", {"event": "page", "page": f"{address}/"})
         command = f"toka ping {_flag_for(address)}prompt='tell me a joke'"
+        if (example := _EXAMPLES.get(self.task)) is not None:
+            path, body = example
+            socket = address.removeprefix("unix:")
+            url = address if socket == address else f"--unix-socket {socket} http://localhost"
+            command = f"curl {url}{path} -d '{body}'"
         self.show_line(f"try:   {command}", {"event": "try", "command": command}, _HINT_COLUMN)
         stop = f"Ctrl-C, then open requests may take {self.drain_seconds} s; a second one kills"
         self.show_line(f"stop:  {stop}", {"event": "stop", "how": stop}, _HINT_COLUMN)

@@ -1,6 +1,7 @@
 """Servers of models that make vectors and scores, by real clients, beside sentence-transformers and transformers."""
 
 import json
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from sentence_transformers import CrossEncoder
 from transformers import AutoTokenizer
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.helpers.peft_adapters import merged_model, save_adapter
 from tests.helpers.pooling_models import (
     PROMPTS,
     TEXTS,
@@ -60,6 +62,10 @@ def encoder_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[T
     directory = tmp_path_factory.mktemp("vectors") / "model"
     encoder = save_embedding_model(directory, "qwen3", "lasttoken", normalizes=True)
     with running_toka(f"model={directory}", *FLAGS) as toka:
+        wait_for(lambda: any(line.startswith("try: ") for line in toka.lines), 10)  # it comes after "ready"
+        (example,) = [line.removeprefix("try:   ") for line in toka.lines if line.startswith("try: ")]
+        shown = subprocess.run(["sh", "-c", example], capture_output=True, text=True, check=True).stdout
+        assert is_close(json.loads(shown)["data"][0]["embedding"], vectors_of(encoder, ["Hello"])[0])
         yield toka, encoder
         assert toka.stop() == 0
 
@@ -293,6 +299,22 @@ def test_a_causal_model_embeds_or_answers_yes_or_no(tmp_path: Path) -> None:
         with torch.inference_mode():
             last = model(torch.tensor([tokenizer.encode(text)]), output_hidden_states=True).hidden_states[-1][0, -1]
         assert is_close(vector, torch.nn.functional.normalize(last, dim=0))
+
+
+def test_adapters_change_vectors(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", "llama")
+    adapter = save_adapter(tmp_path / "model", tmp_path / "adapter", 1)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    lora = json.dumps({"own": str(adapter)})
+    with running_toka(f"model={tmp_path / 'model'}", "task=embed", f"lora={lora}", *FLAGS) as toka:
+        found = {name: embedded(toka, TEXTS, model=name) for name in ("own", "default")}
+    assert not is_close(found["own"], found["default"])
+    for name, merged in (("own", adapter), ("default", None)):
+        model = merged_model(tmp_path / "model", merged)
+        for text, vector in zip(TEXTS, found[name], strict=True):
+            with torch.inference_mode():
+                states = model(torch.tensor([tokenizer.encode(text)]), output_hidden_states=True).hidden_states
+            assert is_close(vector, torch.nn.functional.normalize(states[-1][0, -1], dim=0))
 
 
 def test_a_model_that_generates_says_what_it_lacks(tmp_path: Path) -> None:

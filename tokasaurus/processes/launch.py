@@ -133,6 +133,7 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, device
         )
         report.end_phase("find model", str(checkpoint.directory))
         report.model = checkpoint.name if config.served_model_name is None else config.served_model_name
+        report.task = "generate" if checkpoint.info.pooling is None else checkpoint.info.pooling.task
         report.context_length = longest_context(checkpoint.info.context_length, config.max_num_tokens_per_request)
         if not checkpoint.info.is_native:
             report.show_detail("layers", f"{checkpoint.info.family} is computed by transformers' class")
