@@ -141,7 +141,7 @@ def test_a_browser_may_not_ask_for_other_pages(opened: LiveServer, origin: str) 
         ("POST", CHAT, {"content": "{"}, 400),
         ("GET", "/v1/models", {"headers": {"Authorization": "Bearer wrong"}}, 401),
         ("POST", CHAT, {"json": minimal_body(CHAT) | {"model": "other"}}, 404),
-        ("GET", "/v1/embeddings", {}, 404),
+        ("GET", "/v1/moderations", {}, 404),
         ("GET", CHAT, {}, 405),
         ("POST", CHAT, {"content": "{}", "headers": {"Content-Encoding": "br"}}, 415),
         ("GET", "/v1/models", {"headers": {"Host": "rebound.example"}}, 421),

@@ -99,7 +99,7 @@ def test_each_bad_line_is_one_line_with_its_number(tmp_path: Path, line: str, me
 
 def test_the_limits_are_those_of_the_server_that_will_run_it(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text(request_line("a", url="/v1/embeddings").replace("{", '{"more": 1, ', 1))
+    path.write_text(request_line("a", url="/v1/moderations").replace("{", '{"more": 1, ', 1))
     with pytest.raises(InputRefused, match="must be /v1/completions or /v1/chat/completions"):
         check_input(path, find_endpoint(path), LIMITS)
     check_input(path, find_endpoint(path), None)  # the server at base_url= may know more

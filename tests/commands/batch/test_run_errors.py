@@ -43,7 +43,7 @@ def test_a_bad_file_is_explained_and_a_corrected_one_can_be_run(
     [
         ("", "the file has no lines"),
         ("x\n", "line 1: must be a JSON object"),
-        (request_line("a", url="/v1/embeddings"), "answered 400: "),
+        (request_line("a", url="/v1/moderations"), "answered 400: "),
     ],
 )
 def test_a_file_that_cannot_be_a_batch_leaves_nothing_behind(

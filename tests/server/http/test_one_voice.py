@@ -94,7 +94,7 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     ("/detokenize", {"tokens": "a"}, "tokens must be a list"),
     ("/detokenize", {"tokens": ["a"]}, "tokens[0] must be a whole number"),
     ("/detokenize", {"token": [1]}, "unknown field 'token': did you mean 'tokens'?"),
-    ("/v1/batches", {"endpoint": "/v1/embeddings"}, 'endpoint must be "/v1/chat/completions", "/v1/completions", '),
+    ("/v1/batches", {"endpoint": "/v1/moderations"}, 'endpoint must be "/classify", "/get_reward", "/pooling", '),
     ("/v1/batches", {"completion_window": "1y"}, 'completion_window must be "24h", or another whole number'),
     ("/v1/batches", {"metadata": {"a": 5}}, "metadata.a must be a string"),
     ("/v1/batches", {"metadata": {"a": "b" * 513}}, "metadata.a may have at most 512 characters"),
@@ -211,7 +211,7 @@ SEVERAL: list[tuple[str, dict[str, Any], list[str]]] = [
     ("/tokenize", {"prompt": 5, "add_special_tokens": 1}, ["prompt must be a string", "add_special_tokens must be "]),
     (
         "/v1/batches",
-        {"endpoint": "/v1/embeddings", "completion_window": 5, "metadata": {"a": 5, "type": 6}},
+        {"endpoint": "/v1/moderations", "completion_window": 5, "metadata": {"a": 5, "type": 6}},
         ["endpoint must be ", "completion_window must be ", "metadata.a must be ", "metadata.type must be a string"],
     ),
     (
