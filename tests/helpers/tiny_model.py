@@ -263,7 +263,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "qwen3_next": [
-        {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 32},
+        {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 64},
         {
             **{**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
             **{"head_dim": 32, "decoder_sparse_step": 2, "norm_topk_prob": False, "attention_bias": True},
@@ -271,7 +271,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "qwen3_5_text": [_LINEAR, {**_LINEAR, "linear_num_key_heads": 4, "attention_bias": True}],
-    "qwen3_5_moe_text": [{**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 32}],
+    "qwen3_5_moe_text": [{**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 64}],
     "granitemoehybrid": [
         {**_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 128, "layer_types": _MIXED},
         {
