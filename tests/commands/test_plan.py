@@ -18,7 +18,7 @@ from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.checkpoint.helpers.quantised_models import save_quantised_model
 from tests.checkpoint.helpers.quantised_weights import Format
 from tests.commands.helpers.checkpoints import CONFIGS, save
-from tests.helpers.tiny_model import save_tiny_model
+from tests.helpers.tiny_model import option_config, save_random_model, save_tiny_model
 from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 from tokasaurus.cli import main
 from tokasaurus.commands.plan import parse_size, read_info
@@ -254,6 +254,13 @@ def test_a_plan_says_that_quantised_weights_are_dequantised(kind: str, tmp_path:
     assert planned(f"model={model}")["dequantised"] == is_quantised
     line = "the weights are quantised in the files; on CUDA they are dequantised to float16, as counted\n"
     assert toka_plan(f"model={model}", "dtype=float16").stdout.endswith(line) == is_quantised
+
+
+def test_layers_that_gpus_do_not_compute_are_not_planned(tmp_path: Path) -> None:
+    save_random_model(tmp_path, option_config("qwen3_next", 0))
+    done = toka_plan(f"model={tmp_path}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "toka plan: layers with states have no kernels for GPUs yet\n"
 
 
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:

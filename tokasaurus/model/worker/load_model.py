@@ -19,7 +19,7 @@ from tokasaurus.model.decoder.tensor_files import has_quantized
 from tokasaurus.model.decoder.uploads import uploads_to
 from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
 from tokasaurus.model.worker.memory import dtype_name
-from tokasaurus.model.worker.memory_plan import WEIGHTS, show_size
+from tokasaurus.model.worker.memory_plan import NO_STATES_ON_GPUS, WEIGHTS, show_size
 
 if TYPE_CHECKING:
     from tokasaurus.model.worker.start import Start
@@ -60,7 +60,7 @@ def make_model(start: Start) -> str:
 def _why_no_states(start: Start) -> str:
     """Why a model whose layers have states is not served; "" if it is."""
     if start.device.type != "cpu":
-        return "layers with states have no kernels for GPUs yet"
+        return NO_STATES_ON_GPUS
     if start.info.quantization is not None:
         return "layers with states have no quantised weights yet"
     info, mesh = start.info, start.mesh

@@ -203,8 +203,14 @@ class MemoryPlan:
         return self.least.num_kv_blocks // -(-num_tokens // self.sizes.page_size)
 
 
+NO_STATES_ON_GPUS = "layers with states have no kernels for GPUs yet"
+
+
 def plan_memory(info: ModelInfo, sizes: Sizes) -> MemoryPlan:
-    """Raises DoesNotFit, and ValueError for a tp_size or pp_size by which the model cannot be divided."""
+    """Raises DoesNotFit, and ValueError for a tp_size or pp_size by which the model cannot be divided, and for layers
+    that GPUs do not compute."""
+    if info.spec.has_states:
+        raise ValueError(NO_STATES_ON_GPUS)
     numbers = range(sizes.pp_size * sizes.tp_size)
     meshes = [Mesh.of_worker(index, sizes.pp_size, sizes.tp_size, sizes.ep).for_model(info) for index in numbers]
     plan = MemoryPlan(sizes, tuple(plan_worker(info, mesh, sizes) for mesh in meshes))
