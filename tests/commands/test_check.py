@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.tiny_model import save_tiny_model
+from tests.helpers.tiny_model import option_config, save_random_model, save_tiny_model
 from tokasaurus.cli import main
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.execution.executors import KernelExecutor
@@ -52,6 +52,13 @@ def test_random_weights_of_a_shape_will_do(model: Path, tmp_path: Path, capsys: 
         assert all(result["failure"] is None for result in found["results"])
         assert found["switched_off"] == []
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_layers_with_states_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_random_model(tmp_path, option_config("qwen3_5_text", 0))
+    code, found = check(capsys, f"model={tmp_path}")
+    assert code == 0
+    assert [result["feature"] for result in found["results"]] == FEATURES
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

@@ -182,6 +182,8 @@ def _allocate(start: "Start", num_blocks: int) -> None:
     """A KV cache for steps. num_blocks: without the padding block."""
     start.num_blocks = num_blocks
     start.backend.allocate(num_blocks + 1)
+    if start.states is not None:
+        start.runner.allocate_states(start.states.num_snapshots)
     start.slots.rules.allocate((num_blocks + 1) * start.config.page_size)
 
 

@@ -42,8 +42,8 @@ def save_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is promised counts as there."""
     original = Snapshots.promise
 
-    def promise(self: Snapshots, block: int) -> bool:
-        is_new = original(self, block)
+    def promise(self: Snapshots, block: int, may_evict: bool) -> bool:
+        is_new = original(self, block, may_evict)
         self.is_saved[block] |= is_new
         return is_new
 
@@ -95,6 +95,22 @@ def test_the_samples_of_a_prompt_compute_it_once() -> None:
     )
     ask(driver, 0, list(range(50)), num_sequences=12)
     assert driver.worker.start_positions == [0] + [48] * 11
+
+
+def test_snapshots_at_intervals_are_at_the_ends_of_blocks_and_evict_none() -> None:
+    for page_size in (4, 48, 8192):
+        snapshots = Snapshots(3, 9, page_size, 4096)
+        found = snapshots.wanted(0, 0, 40_000)
+        assert len(found) > 1
+        assert all(position > 0 and position % page_size == 0 for position in found)
+        assert list(found.values()) == [True] + [False] * (len(found) - 1)
+    assert snapshots.promise(1)
+    snapshots.save(1)
+    assert snapshots.promise(2)
+    assert snapshots.promise(3)
+    assert not snapshots.promise(4, may_evict=False)
+    assert snapshots.promise(4)
+    assert snapshots.number(1) == 0
 
 
 def test_the_snapshot_that_was_read_least_lately_gives_way() -> None:

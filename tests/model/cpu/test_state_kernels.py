@@ -103,6 +103,27 @@ def test_kernels_equal_float64(spec: StateSpec, dtype: torch.dtype, segments: Se
     torch.testing.assert_close(own, oracle, atol=2e-5 * float(oracle.abs().max()), rtol=2e-5)
 
 
+@pytest.mark.parametrize("bias", [-18.0, -12.0, -6.0, -2.5])
+def test_small_steps_keep_their_digits(bias: float, kernels: LayerKernels) -> None:
+    """Of many of them a state is made. The rate is as large as shows one."""
+    spec = SPECS[0]
+    layer = random_layer(spec, torch.float32)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.fill_(bias)
+            elif name.endswith("A_log"):
+                parameter.fill_(-1.0 - bias)
+    features = torch.zeros(3, sum(spec.output_sizes.values()))
+    memory = 1 + torch.rand(NUM_ROWS, spec.num_numbers(1))
+    expected = memory.double()
+    in_float64(layer, features, expected, DECODE)
+    layer.use_kernels(kernels.states)
+    layer.mix(features, memory, DECODE)
+    decayed = memory.double()[4, : spec.num_recurrent(1)], expected[4, : spec.num_recurrent(1)]
+    torch.testing.assert_close(*decayed, atol=0, rtol=1e-5)
+
+
 def test_what_the_kernels_do_not_compute_is_left_to_torch() -> None:
     assert not PackedState.computes(ShortConvSpec(32, MAX_CONV_SIZE + 1), 1)
     assert not PackedState.computes(replace(MAMBA, num_groups=1), 2)  # the norm is over the ranks' numbers together

@@ -107,9 +107,10 @@ def _promise_snapshots(state: EngineState, sequence: Sequence, snapshots: Snapsh
     if start:
         sequence.snapshot_block = int(table[start // page_size - 1])
         snapshots.hold(sequence.snapshot_block)
-    for position in snapshots.wanted(start, int(slots.first_writes[slot]), len(sequence.prompt)):
+    wanted = snapshots.wanted(start, int(slots.first_writes[slot]), len(sequence.prompt))
+    for position, may_evict in wanted.items():
         block = int(table[position // page_size - 1])
-        if position <= sequence.num_tree_blocks * page_size and snapshots.promise(block):
+        if position <= sequence.num_tree_blocks * page_size and snapshots.promise(block, may_evict):
             sequence.saves.append((position, block))
     sequence.saves.sort()
 

@@ -134,11 +134,11 @@ def prefilling_of(state: EngineState, microbatch: int) -> Iterator[Sequence]:
     for sequence in state.queues.prefilling:
         slot = sequence.slot
         may_start = slots.microbatches[slot] == microbatch
+        if snapshots is not None and sequence.snapshot_block:
+            may_start &= bool(snapshots.is_saved[sequence.snapshot_block])
         if may_start and not sequence.is_open:
             cached = slots.block_tables[slot, : int(slots.first_writes[slot]) // page_size]
             may_start = in_this_step.issuperset(cached[~is_computed[cached]].tolist())
-            if snapshots is not None and sequence.snapshot_block:
-                may_start &= bool(snapshots.is_saved[sequence.snapshot_block])
             if sequence.needs_prompt_logprobs and len(cached):
                 may_start &= int(cached[0]) not in first_blocks_left
         if not may_start:

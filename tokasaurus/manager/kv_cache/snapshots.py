@@ -16,7 +16,7 @@ class Snapshots:
     def __init__(self, num_snapshots: int, num_blocks: int, page_size: int, interval: int) -> None:
         self.num_snapshots = num_snapshots
         self._page_size = page_size
-        self._interval = interval
+        self._interval = max(1, interval // page_size) * page_size
         self._numbers = np.zeros(num_blocks + 1, np.int32)
         """[blocks + 1], the snapshot, from 1 on; 0: there is none, and nobody has promised one."""
         self.is_saved = np.zeros(num_blocks + 1, np.bool_)
@@ -42,16 +42,18 @@ class Snapshots:
         there = np.flatnonzero(self._numbers[cached[: start // self._page_size]])
         return (int(there[-1]) + 1) * self._page_size if len(there) else 0
 
-    def wanted(self, start: int, num_cached: int, num_tokens: int) -> list[int]:
-        """After how many tokens a prompt's states should be kept, the most wanted first: before its last token, where
-        its samples and prompts that go on meet; where it leaves another, if that is after its start; and at intervals.
+    def wanted(self, start: int, num_cached: int, num_tokens: int) -> dict[int, bool]:
+        """After how many tokens a prompt's states should be kept, the most wanted first; and whether others' may give
+        way to it. That is before its last token, where its samples and prompts that go on meet; where it leaves
+        another, if that is after its start; and, of what is free, at intervals.
 
         start: the first token that it computes. num_cached: tokens that it shares with others."""
         page_size = self._page_size
         end = (num_tokens - 1) // page_size * page_size
-        positions = [end, min(num_cached // page_size * page_size, end)]
-        positions += range(end // self._interval * self._interval, start, -self._interval)
-        return [position for position in dict.fromkeys(positions) if position > start]
+        positions = dict.fromkeys((end, min(num_cached // page_size * page_size, end)), True)
+        for position in range(end // self._interval * self._interval, start, -self._interval):
+            positions.setdefault(position, False)
+        return {position: may_evict for position, may_evict in positions.items() if position > start}
 
     def hold(self, block: int) -> None:
         """A sequence will start from the block's snapshot."""
@@ -63,9 +65,11 @@ class Snapshots:
         self.num_holders[block] -= 1
         self._note_if_unheld(block)
 
-    def promise(self, block: int) -> bool:
-        """A sequence will save the snapshot of this block. False if it has one already, or none is free."""
-        if self._numbers[block] or not (self._free or self._unheld):
+    def promise(self, block: int, may_evict: bool = True) -> bool:
+        """A sequence will save the snapshot of this block. False if it has one already, or none is free, and none that
+        nobody holds may give way."""
+        assert block, "padding has no states"
+        if self._numbers[block] or not (self._free or (may_evict and self._unheld)):
             return False
         if not self._free:
             self._give_up(next(iter(self._unheld)))

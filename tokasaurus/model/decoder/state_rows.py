@@ -104,7 +104,7 @@ class StateRows:
         return len(self._mixes) - 1
 
     def allocate(self, num_rows: int, device: torch.device) -> None:
-        """Rows of zeros, in place of those there were."""
+        """Rows in place of those there were, of any numbers: no state is read that no segment has left."""
         self._num_rows, self._device = num_rows, device
         self.give_back()
         self.take_again()
@@ -114,9 +114,9 @@ class StateRows:
         self._memory, self._placed = [], None
 
     def take_again(self) -> None:
-        """As many rows as before, of zeros. Raises RuntimeError if there is no memory."""
+        """As many rows as before. Raises RuntimeError if there is no memory, which the system provides at first use."""
         size = self._num_rows
-        self._memory = [torch.zeros((size, n), dtype=torch.float32, device=self._device) for n in self._sizes]
+        self._memory = [torch.empty((size, n), dtype=torch.float32, device=self._device) for n in self._sizes]
 
     def begin(self, segments: Segments) -> list[Tensor]:
         """Take the segments of the next forward, and copy all states: for forwards that are computed again."""

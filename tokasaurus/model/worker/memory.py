@@ -343,14 +343,14 @@ class StatePlan:
 
 def size_states(config: ServerConfig, info: ModelInfo, mesh: Mesh, available_bytes: int) -> StatePlan:
     """As many snapshots as running sequences, as far as both fit into half of what the KV cache may take with its
-    defaults; else one in _STATES_PER_SNAPSHOT is a snapshot's.
+    defaults; else what all sequences leave, but at least one in _STATES_PER_SNAPSHOT.
 
     available_bytes: to all workers that share the memory. Raises UserError if not even one sequence's fit."""
     own = state_bytes((info.spec.layers[index] for index in mesh.stage_layers(info)), mesh.tp_size)
     total = state_bytes(info.spec.layers, mesh.tp_size) * mesh.tp_size * num_replicas(config)
     wanted, budget = config.max_seqs_per_forward, int(available_bytes * CPU_FRACTION / 2)
     most = budget // total - 1  # the padding slot has one
-    num_snapshots = wanted if most >= 2 * wanted else max(1, most // _STATES_PER_SNAPSHOT)
+    num_snapshots = min(wanted, max(1, most // _STATES_PER_SNAPSHOT, most - wanted))
     max_seqs = min(wanted, most - num_snapshots)
     if max_seqs < 1:
         raise UserError(

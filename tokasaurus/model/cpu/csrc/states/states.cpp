@@ -49,7 +49,10 @@ TOKA_INLINE void store_some(Element* to, Floats x, int count) {
 TOKA_INLINE Floats silu(Floats x) { return x * sigmoid(x); }
 
 TOKA_INLINE Floats softplus(Floats x) {
-  return max(x, Floats{}) + log_positive(1.0f + exp_nonpositive(x < Floats{} ? x : -x));
+  const Floats e = exp_nonpositive(x < Floats{} ? x : -x);
+  // 1 + e keeps few digits of a small e.
+  const Floats series = e * (1.0f - e * (1.0f / 2 - e * (1.0f / 3 - e * (1.0f / 4 - e * (1.0f / 5 - e * (1.0f / 6))))));
+  return max(x, Floats{}) + (e < broadcast(0.0625f) ? series : log_positive(1.0f + e));
 }
 
 // Where the parts of a token's features and of its convolved channels begin.

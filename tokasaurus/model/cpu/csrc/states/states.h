@@ -26,7 +26,7 @@ struct StateLayer {
 
 constexpr int64_t kMaxConvSize = 8;
 
-// Filled by Python: bindings.SegmentsStruct. See Segments in decoder/state_rows.py; -1 is a source of zeros.
+// Filled by Python: bindings.StateSegmentsStruct. See Segments in decoder/state_rows.py; -1 is a source of zeros.
 struct StateSegments {
   int64_t num_chains;
   const int32_t *starts, *num_tokens, *sources, *targets;  // of each segment
