@@ -67,6 +67,7 @@ def assert_as_transformers(model: PreTrainedModel, prompts: list[list[int]], res
         ("qwen3_5_text", {"max_tokens_per_forward": 64, **SMALL}),
         ("llama4_text", {"max_tokens_per_forward": 50, "kv_cache_num_tokens": 1600}),
         ("gemma3_text", {"max_tokens_per_forward": 70, "kv_cache_num_tokens": 1600, "attention_backend": "torch"}),
+        ("olmo3", {"max_tokens_per_forward": 64, "pp_size": 2, **SMALL}),
         ("gemma3_text", {"max_tokens_per_forward": 64, "pp_size": 2, **SMALL}),
         ("cohere2", {"max_tokens_per_forward": 37, "tp_size": 2, **SMALL}),
         ("gemma2", {"max_tokens_per_forward": 1024, "kv_cache_num_tokens": 1200, "torch_compile": True}),

@@ -39,7 +39,7 @@ def test_every_sequence_equals_its_simulation_and_follows_its_grammar(monkeypatc
         grammar_matcher.MatcherThreads, "_try", lambda *_: duration_rng.random() * 2 * grammar_matcher.SLOW_SECONDS
     )
 
-    @examples(100, 15)
+    @examples(100, 25)
     @given(
         shapes=shapes_strategy,
         options=crowded_options_strategy,

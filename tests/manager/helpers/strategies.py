@@ -78,7 +78,7 @@ PREDICTIONS: tuple[dict[str, Any], ...] = (
 def make_predicting_options(prediction: dict[str, Any], **changed: Any) -> EngineOptions:
     """prediction: flags of the length predictor."""
     if changed.get("windows") is not None:
-        changed["num_microbatches"] = 1
+        changed["num_snapshots"] = 0
     return make_options(**prediction, **changed)
 
 

@@ -52,6 +52,9 @@ def main(directory: Path, dtype: torch.dtype, is_int8: bool, has_blocks: bool) -
     sizes = PAGE_SIZE, model.activation_dtype.itemsize, NUM_THREADS, NUM_TOP
     memory = largest_forward(info, limits, *sizes, is_int8, has_blocks, kernels.max_tiled_rows)
     warm_up_small(runner, limits, PAGE_SIZE)  # loads the code that the measured forwards run
+    if model.states is not None:  # whose memory is not the forward's
+        for layer in range(len(model.states)):
+            model.states.memory(layer).zero_()
     before = reset_peak()
     reserve(memory, model, limits)
     reserved = peak() - before

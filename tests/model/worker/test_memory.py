@@ -163,12 +163,24 @@ def test_a_cgroup_over_its_limit_makes_nothing_available(tmp_path: Path) -> None
     assert available_memory(tmp_path).num_bytes == 0
 
 
+_STATES = {
+    **{"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @few(
-    2,
+    3,
     ("family", "dtype"),
     [
-        *(("llama", "float32"), ("gemma3_text", "float32"), ("llama", "bfloat16"), ("llama", "float32 int8")),
+        *(
+            ("llama", "float32"),
+            ("qwen3_5_text", "bfloat16"),
+            ("gemma3_text", "float32"),
+            ("llama", "bfloat16"),
+            ("llama", "float32 int8"),
+        ),
         *(("qwen3_moe", "bfloat16"), ("qwen3_moe", "bfloat16 quantised")),
     ],
 )
@@ -178,7 +190,7 @@ def test_the_largest_forwards_use_more_than_half_of_the_reserved_memory_and_no_m
     experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
     config = AutoConfig.for_model(
         family,
-        **(experts if family == "qwen3_moe" else {}),
+        **(experts if family == "qwen3_moe" else _STATES if family == "qwen3_5_text" else {}),
         head_dim=32,
         vocab_size=32_000,
         hidden_size=256,

@@ -416,7 +416,6 @@ def fit_windows(state: EngineState, microbatch: int, ready: NDArray[np.int64], c
     that the slots `ready` need. None if nothing could go on, and a sequence has been preempted for the others."""
     windows, slots, page_size = state.blocks.windows, state.slots, state.options.limits.page_size
     assert windows is not None
-    assert state.options.num_microbatches == 1, "a prompt would meet sets that another microbatch is computing"
     fitting: list[int] = []
     num_sets = -num_blocks_short(state, ready) // windows.groups.num_groups
     for sequence, num_tokens in zip(prefilling_of(state, microbatch), chunks, strict=False):
@@ -449,7 +448,12 @@ def _victims(state: EngineState, num_short: int) -> list[Sequence]:
     no_steps = np.zeros(len(slots), np.int64)
     shared = find_shared_blocks(arrays.nodes[slots], no_steps, state.blocks.tree.arrays).num_shared_blocks
     is_open = arrays.opened_at[slots] <= state.next_step_id
-    num_lost = np.where(is_open, np.maximum(0, arrays.num_kv_tokens[slots] - shared * page_size), 0)
+    num_kept = shared * page_size
+    if (snapshots := state.blocks.snapshots) is not None:  # they would start from their newest one
+        num_tokens = arrays.num_kv_tokens[slots].tolist()
+        tables = arrays.block_tables[slots]
+        num_kept = np.array([snapshots.start(*each) for each in zip(tables, num_tokens, strict=True)], np.int64)
+    num_lost = np.where(is_open, np.maximum(0, arrays.num_kv_tokens[slots] - num_kept), 0)
     num_freed = arrays.num_covered_tokens[slots] // page_size - shared
     if state.blocks.windows is not None:
         num_computed = -(-arrays.num_kv_tokens[slots] // page_size)

@@ -48,7 +48,7 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
         inserted = tree.insert(node, whole_bytes, own[: num_whole - num_tree_blocks], sequence.salt)
         if inserted is not node:
             node, num_tree_blocks = inserted, num_whole
-    sequence.node, sequence.num_tree_blocks = node, num_tree_blocks
+    sequence.node, sequence.num_tree_blocks, sequence.num_cached_blocks = node, num_tree_blocks, len(shared)
     table = np.concatenate((shared, own))
     tail = prompt.token_ids[num_tree_blocks * page_size :]
     if len(tail):
@@ -375,6 +375,7 @@ def find_starts(state: EngineState) -> None:
         if not sequence.is_open:
             is_cached = will_be_computed[table]
             cached = table if is_cached.all() else table[: int(is_cached.argmin())]
+            sequence.num_cached_blocks = len(cached)
             start, first_write = _start(state, sequence, cached)
             slots.set_start(sequence.slot, start, first_write)
             if windows is not None:

@@ -123,7 +123,7 @@ def prefilling_of(state: EngineState, microbatch: int) -> Iterator[Sequence]:
     that was sent, or by this one; states that it starts from, by a step that was sent. If it wants prompt logprobs, it
     also waits for all earlier prompts that want some and have the same first block, without which they share none.
     """
-    snapshots = state.blocks.snapshots
+    windows, snapshots = state.blocks.windows, state.blocks.snapshots
     if state.options.num_microbatches == 1 and snapshots is None:
         yield from state.queues.prefilling
         return
@@ -137,8 +137,12 @@ def prefilling_of(state: EngineState, microbatch: int) -> Iterator[Sequence]:
         if snapshots is not None and sequence.snapshot_block:
             may_start &= bool(snapshots.is_saved[sequence.snapshot_block])
         if may_start and not sequence.is_open:
-            cached = slots.block_tables[slot, : int(slots.first_writes[slot]) // page_size]
-            may_start = in_this_step.issuperset(cached[~is_computed[cached]].tolist())
+            cached = slots.block_tables[slot, : sequence.num_cached_blocks]
+            is_there = is_computed[cached]
+            if windows is not None:
+                seen = slice(int(slots.first_held[slot]), int(slots.first_writes[slot]) // page_size)
+                is_there[seen] &= windows.is_whole[cached[seen]]
+            may_start = in_this_step.issuperset(cached[~is_there].tolist())
             if sequence.needs_prompt_logprobs and len(cached):
                 may_start &= int(cached[0]) not in first_blocks_left
         if not may_start:

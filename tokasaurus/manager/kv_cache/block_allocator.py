@@ -41,6 +41,7 @@ class BlockAllocator:
         """[num_blocks + 1], the first step that could use each block since it was allocated last."""
         self.windows = None if windows is None else WindowSets(windows, num_blocks, page_size)
         """Of layers with windows; None: they keep all tokens, as the other layers do."""
+        assert windows is None or not num_snapshots, "beside states, layers with windows keep all tokens"
         self.snapshots = None
         """Of layers with states; None: there are no such layers."""
         if num_snapshots:
@@ -144,14 +145,9 @@ class BlockAllocator:
     def start(self, cached: NDArray[np.int32], start: int) -> int:
         """The last position, at most `start`, from which a prompt can be computed: what its layers with windows see and
         their states are there, or will be. cached: its first blocks, at least start // page_size of them."""
-        possible = -1
-        while possible != start:
-            possible = start
-            if self.windows is not None:
-                start = self.windows.start(cached, start)
-            if self.snapshots is not None:
-                start = self.snapshots.start(cached, start)
-        return start
+        if self.windows is not None:
+            return self.windows.start(cached, start)
+        return start if self.snapshots is None else self.snapshots.start(cached, start)
 
     def keep_prompt_logprobs(self, num_top: int) -> None:
         """Prepare to store prompt logprobs, with `num_top` top-k logprobs per token."""

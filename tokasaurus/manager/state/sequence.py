@@ -113,6 +113,8 @@ class Sequence:
     """Deepest prefix tree node that it uses; None while waiting."""
     num_tree_blocks: int = 0
     """Leading blocks of its block table that belong to the prefix tree; the sequence owns the others."""
+    num_cached_blocks: int = 0
+    """Leading blocks of its block table that it does not compute, or computes again, while it is new to the worker."""
     snapshot_block: int = 0
     """The block whose snapshot its states start from; 0: they start from zeros, or have started."""
     saves: list[tuple[int, int]] = field(default_factory=list)

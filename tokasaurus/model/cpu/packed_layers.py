@@ -109,11 +109,6 @@ class PackedLayers:
             *(None if segments is None else ctypes.addressof(segments), hidden.data_ptr()),
         )
 
-    @property
-    def has_states(self) -> bool:
-        """Whether any layer has a state."""
-        return any(layer.state is not None for layer in self._layers)
-
     def place_states(self, memory: Sequence[Tensor]) -> None:
         """The memory of the layers with states, in order: float32 [rows, numbers]."""
         own = (struct for struct in self.structs if struct.state)

@@ -144,8 +144,7 @@ class KernelExecutor:
         self._choice = choice
         self._modules = modules
         self._states = modules.states
-        # What layers with states need is measured, not bounded.
-        self.always_on_kernels = choice.always_kernels and not layers.has_states
+        self.always_on_kernels = choice.always_kernels
 
     def runs_on_kernels(self, num_tokens: int) -> bool:
         """Whether the kernels run all layers of a forward of this size."""

@@ -140,10 +140,14 @@ def kv_shape(
 
 
 def groups_of(info: ModelInfo, mesh: Mesh, device: torch.device) -> WindowGroups | None:
-    """The groups of the model's layers, where they have blocks of their own: on CPUs, if the layers are ours, and all
-    in one stage. In steps of several microbatches, a prompt could meet sets that another one is still computing."""
-    if device.type != "cpu" or not info.is_native or mesh.pp_size > 1:
+    """The groups of the model's layers, where they have blocks of their own: on CPUs, if the layers are ours, none of
+    them has a state, and each stage has one that sees all tokens."""
+    if device.type != "cpu" or not info.is_native or info.spec.has_states:
         return None
+    for stage in (replace(mesh, pp_rank=rank) for rank in range(mesh.pp_size)):
+        own = attentions_of(info.spec.layers[index] for index in stage.stage_layers(info))
+        if all(layer.window is not None or layer.chunk is not None for layer in own):
+            return None
     return window_groups(info.spec.attentions)
 
 
@@ -389,7 +393,8 @@ def size_kv_cache(
     own, num_groups = shape.bytes_per_block, 1 + shape.num_groups
     if shape.device.type == "cpu":
         workers = num_workers(config)
-        total = own if shape.places else own // shape.num_layers * num_layers
+        # Of stages with groups, the one with the largest blocks decides.
+        total = own * config.pp_size if shape.places else own // shape.num_layers * num_layers
         block = BlockBytes(own, total * num_replicas(config) * config.tp_size, workers)
         near_bytes = None
         if place is not None and config.kv_cache_num_tokens is None:  # what the user asks for may lie elsewhere too
@@ -527,8 +532,14 @@ def largest_forward(
     layers = info.spec.layers
     has_out_norms = any(layer.attention_out_norm or layer.mlp_out_norm for layer in layers)
     inner_size = max(info.hidden_size * isinstance(layer.mlp, ExpertsSpec) for layer in layers)
-    inner_size = max(info.intermediate_size, inner_size)  # of experts, their output
-    layer_row = query_size + 2 * kv_size + query_size + inner_size + has_out_norms * info.hidden_size
+    gates_size = max(query_size * attention.has_out_gate for attention in info.spec.attentions)
+    inner_size = max(info.intermediate_size, inner_size, gates_size)  # of experts, their output
+    # Layers with states give their features and outputs where others have queries, keys and values.
+    states = [layer.state for layer in layers if layer.state is not None]
+    num_features = max((sum(state.output_sizes.values()) for state in states), default=0)
+    num_channels = max((state.num_channels(1) for state in states), default=0)  # among them, as many as outputs
+    layer_row = max(query_size + 2 * kv_size, num_features) + max(query_size, num_channels) + inner_size
+    layer_row += has_out_norms * info.hidden_size
     # Plus the cosines and sines of the rotary embedding.
     hidden_row = info.hidden_size * activation_bytes + info.spec.num_rotary_tables * info.head_dim * _FLOAT
     # The LSE of every head; the output and LSE of rows that share a prefix; lists of tiles, for each window; each
@@ -588,6 +599,8 @@ def largest_forward(
             "experts": of_experts,
         },
         passing={
+            # states.cpp, Work, which stays: channels, outputs, and three numbers of each head, which has at least 24.
+            "states": num_tokens * (2 * num_channels + num_channels // 8) * _FLOAT,
             "hidden states": num_tokens * hidden_row + num_logit_rows * info.hidden_size * activation_bytes,
             "attention": attention,
             "sampling": num_threads * _VOCABULARIES_PER_THREAD * info.vocab_size * _FLOAT + masks,
