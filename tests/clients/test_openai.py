@@ -107,6 +107,8 @@ def test_errors_raise_the_clients_exception_classes(client: openai.OpenAI) -> No
         client.chat.completions.create(**fields | {"model": "gpt-4o"})
     assert (unknown.value.param, unknown.value.code) == ("model", "model_not_found")
     with pytest.raises(openai.NotFoundError):
+        client.images.generate(prompt="x")
+    with pytest.raises(openai.BadRequestError, match="task=embed"):
         client.embeddings.create(model="default", input="x")
 
 

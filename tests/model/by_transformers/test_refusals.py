@@ -123,11 +123,18 @@ def test_windows_come_from_masks(gemma: Path) -> None:
     assert [layer["window"] for layer in facts(gemma)["layers"]] == [24, None, 24, None]
 
 
+def test_classes_of_transformers_classify_nothing(gemma: Path) -> None:
+    path = gemma / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": ["Gemma2ForSequenceClassification"]}
+    path.write_text(json.dumps(config))
+    with pytest.raises(FlagRefused, match="task=classify: transformers' class computes model_type 'gemma2'"):
+        read_model_info(gemma, impl="transformers")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
-        ({"architectures": ["Gemma2ForSequenceClassification"]}, "gemma2 is Gemma2ForCausalLM"),
         ({"model_type": "bert_of_tomorrow"}, "bert_of_tomorrow"),
         ({"hidden_activation": "tomorrow"}, "cannot make its class"),
     ],
