@@ -193,7 +193,7 @@ def send_load(toka: TokaProcess) -> Sent:
         next(lines)
         os.kill(worker, signal.SIGSTOP)  # else they might end before they are aborted
         aborted = pool.submit(post, toka, {"abort_all": True}, "/abort_request")
-        time.sleep(0.2)
+        time.sleep(1)
         os.kill(worker, signal.SIGCONT)
         assert aborted.result().status_code == 200
         ended = json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
