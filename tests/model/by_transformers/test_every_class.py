@@ -11,6 +11,7 @@ from tests.model.by_transformers.helpers.every_class import RIGHT, TABLE, assert
 from tests.model.by_transformers.helpers.tiny_classes import FAMILIES, VOCAB_SIZE
 from tests.model.helpers.greedy_decoding import assert_equals_oracle
 from tokasaurus.checkpoint import CheckpointError
+from tokasaurus.checkpoint.families.states import FAMILIES as STATES
 
 _EXPECTED: dict[str, str] = json.loads(TABLE.read_text(encoding="utf-8"))
 _TESTED = ".".join(_EXPECTED.pop("transformers").split(".")[:2])
@@ -25,9 +26,10 @@ _NATIVE_ONLY = {
     **dict.fromkeys([("phi3", 1), ("phimoe", 1)], "rope_type longrope depends on the longest sequence of a batch"),
     ("internlm3", 0): "does not run without weights",
     ("llama4_text", 0): "Llama4TextAttention gives attention a mask that cannot be computed without weights",
+    **{(family, number): "keeps a state beside keys and values" for family in STATES for number in range(2)},
 }
 """Options of native families with which the class is refused, and the reason: angles depend on the batch, or there are
-chunks."""
+chunks or states."""
 
 
 def test_at_least_ninety_families_are_served() -> None:
