@@ -284,7 +284,7 @@ class Mamba2Spec:
     """Factors of the projections: gate, x, B, C, time step."""
 
     def num_rank_groups(self, tp_size: int) -> int:
-        """With fewer groups than ranks, neighbouring ranks share one."""
+        """All ranks have a single group; they divide several."""
         return max(1, self.num_groups // tp_size)
 
     def num_recurrent(self, tp_size: int) -> int:
@@ -301,7 +301,8 @@ class Mamba2Spec:
 
     @property
     def units(self) -> dict[str, int]:
-        return {"heads of states": self.num_heads}
+        groups = {"groups of states": self.num_groups} if self.num_groups > 1 else {}
+        return {"heads of states": self.num_heads, **groups}
 
     @property
     def output_sizes(self) -> dict[str, int]:

@@ -54,7 +54,7 @@ POOLING_ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
     "/pooling": vectors.POOLING,
     "/get_reward": vectors.REWARDS,
 }
-"""Those of models that make something else of a text: see the flag task."""
+"""Of servers that compute vectors or scores of texts, in place of answers: see the flag task."""
 
 ALL_ENDPOINTS = {**ENDPOINTS, **POOLING_ENDPOINTS}
 

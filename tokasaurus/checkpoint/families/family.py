@@ -67,8 +67,8 @@ class StoredTensors:
     fused: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Name of a module in the checkpoint -> modules here whose outputs it has, one after another."""
     by_head: tuple[str, ...] = ()
-    """Those of `fused` whose modules have their outputs one after another within each head: of queries, or of keys of a
-    layer with a state."""
+    """Modules of `fused` that are divided by heads first: each head has its outputs of all of them, one after another.
+    Heads are those of queries, in layers with a state those of keys."""
     adds_one: bool = False
     """Norms scale by 1 + the stored weight."""
     is_interleaved: bool = False

@@ -1,6 +1,7 @@
 """Layers with a state of fixed size: Gated DeltaNet, short convolutions, Mamba 2. Each is two linear layers, and what
 moves its state on between them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +36,7 @@ class Part:
     is_convolved: bool = False
 
 
-class StateLayer(nn.Module):
+class StateLayer(nn.Module, ABC):
     """x [T, E] -> [T, E]. Vectors and the convolution are of float32, whatever the model's dtype, as the states are."""
 
     def __init__(
@@ -117,9 +118,9 @@ class StateLayer(nn.Module):
         vectors = {name: vector.data for name, vector in self.vectors.items()}
         return self.conv.data.view(self.num_channels, -1), bias, vectors
 
+    @abstractmethod
     def mix_by_torch(self, features: Tensor, memory: Tensor, segments: Segments) -> Tensor:
         """As mix."""
-        raise NotImplementedError
 
     def _conv(self, x: Tensor, memory: Tensor, first: int, segments: Segments) -> Tensor:
         """x [T, channels]. first: the first number of the convolution's state in a row."""

@@ -5,6 +5,7 @@ The shapes are OpenAI's, vLLM's and, of the last, OpenRLHF's."""
 
 import base64
 import time
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -72,9 +73,9 @@ class TextFields(StrictObject):
         return (), "stop"
 
     @property
+    @abstractmethod
     def num_sequences(self) -> int:
         """How many texts it has."""
-        raise NotImplementedError
 
 
 class InputFields(TextFields):
